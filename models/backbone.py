@@ -41,14 +41,14 @@ from .inputs.buckets import (
     pad_own_mask,
     pad_tokens,
 )
-from .inputs.chat import ChatTemplate, Message
+from .inputs.chat import ChatTemplate
 from .inputs.masks import causal_mask, check_behind, check_chunk, check_mask, check_mask_over, counted_tokens
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
-from .prompts import NO_TOKENIZER, ChatFrame, Prompts
+from .prompts import NO_TOKENIZER, Prompting
 
 
-class ModelBackbone(Encoding, Generating, Writing, Answering):
+class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
     """A model of any family with its weights, its image settings and (where the directory has one) its tokenizer.
 
     Attributes:
@@ -56,6 +56,8 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
       config, image_config, video_config, audio_config: as read from the directory; settings are None where the family
         takes no such input.
       family: what tells this model from others.
+      tokenizer: of `tokenizers`, or None; another one may be set. without_tokenizer: why there is none, for messages.
+      chat_template: the directory's, or None; another one may be set.
       buckets: sizes that prompts and images are padded to, or None for their own.
       mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None. Where devices
         outnumber KV heads, its axis "tensor" is split in two.
@@ -92,31 +94,8 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
         self.mesh = self.programs.mesh
-        self._without = without_tokenizer
-        self._prompts = self._prompts_with(tokenizer, chat_template)
+        self.tokenizer, self.chat_template, self.without_tokenizer = tokenizer, chat_template, without_tokenizer
         self._fingerprint: str | None = None
-
-    @property
-    def tokenizer(self) -> Any:
-        """Of `tokenizers`, or None; another one may be set."""
-        return self._prompts.tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
-        self._prompts = self._prompts_with(tokenizer, self.chat_template)
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The directory's, or None; another one may be set."""
-        return self._prompts.chat_template
-
-    @chat_template.setter
-    def chat_template(self, template: ChatTemplate | None) -> None:
-        self._prompts = self._prompts_with(self.tokenizer, template)
-
-    def _prompts_with(self, tokenizer: Any, template: ChatTemplate | None) -> Prompts:
-        settings = {"image": self.image_config, "video": self.video_config, "audio": self.audio_config}
-        return Prompts(self.config, settings, tokenizer, template, self._without, self.stop_tokens)
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -170,93 +149,6 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         other = copy.copy(self)
         other.programs, other._fingerprint = self.programs.holding(state), None
         return other
-
-    # --------------------------------------------------------------------------------------------- prompts
-
-    def prepare(
-        self,
-        items: Sequence[Any],
-        second_per_grid_ts: Sequence[float] | None = None,
-    ) -> dict[str, Any]:
-        """Turns texts, images, videos, sounds and token ids, in order, into one prompt's arrays (batch of one).
-
-        Args:
-          items: each a text (needs the directory's tokenizer, whose own start and end tokens then stand around the
-            whole prompt), a sequence of token ids, or an image: a path
-            (`pathlib.Path`), a PIL image, a uint8 array [H,W] or [H,W,C], or an encoded file's bytes; a
-            `kvpatch_jax.Video` or `Audio`, or a path with the suffix of one. Each stands
-            between its start and end tokens. A str that looks like a file is refused: `kvpatch_jax.Text` makes it text.
-          second_per_grid_ts: Qwen2.5-VL: seconds per temporal patch of each video, in place of those that follow from
-            how it was sampled; `embed` takes it too.
-
-        Returns:
-          input_ids [1,T], position_ids [1,T] or [1,T,A], and where there are images, videos or sounds what the
-          family's processor makes of them (pixel_values, pixel_values_videos, input_features, and sizes, grids or
-          times).
-
-        Raises:
-          InputError: an image that cannot be read; no items, an item of another kind or of one that the
-          family does not take, a video or sound that cannot be read, text without a tokenizer, or text that the
-          tokenizer does not know. MissingExtraError: a video file without PyAV.
-        """
-        return self._prompts.prepare(items, second_per_grid_ts)
-
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
-        """Turns messages into one prompt's arrays (as `prepare` gives them), by the checkpoint's chat template.
-
-        What the tokenizer itself puts around a text (a start token, mostly) is put around the prompt too, as the
-        family's processor does, unless the template wrote the start token. A text family's tokenizer adds nothing.
-
-        Args:
-          messages: {"role", "content"} each; a content is a text, or a list of {"type": "text", "text"},
-            {"type": "image", "image": a path, PIL image or uint8 array}, {"type": "video", "video": a path or Video}
-            and {"type": "audio", "audio": a path or Audio}; or OpenAI's parts with data URLs (`cache.part_item`).
-          add_generation_prompt: end with what opens the assistant's answer.
-          variables: further names that the template knows.
-
-        Raises:
-          InputError: no template or tokenizer, messages that the template refuses, entries of another type,
-          text that the tokenizer does not know, or images that the template did not place.
-          ConfigError: a template that cannot be used. InputError: an image that cannot be read.
-        """
-        return self._prompts.chat(messages, add_generation_prompt, **variables)
-
-    def chat_frame(self, system: str | None = None, **variables: Any) -> ChatFrame:
-        """Says what the chat template puts around the images and the question of one message of a user.
-
-        So that images can stay chunks: `front`, images with `between` from one to the next, and then the question
-        between `before` and `behind` are the very tokens that `chat` makes of a message with these images and this
-        question. Of Gemma 3 they are its very text: images as `prepare` makes them have their blank lines as tokens of
-        their own, which in `chat` may join those of the text.
-
-        Args:
-          system: a system prompt; None: what the template has of its own.
-          variables: further names that the template knows (`enable_thinking`, …).
-
-        Raises:
-          InputError: no template or tokenizer, a template that does not place images and text in their order, or a
-          tokenizer with tokens of its own around every text between images (Phi-3-vision). ConfigError: a template that
-          cannot be used.
-        """
-        return self._prompts.chat_frame(system, **variables)
-
-    def ids(self, text: str | Sequence[str]) -> list[int]:
-        """Turns a text into token ids, without what the tokenizer itself puts around one.
-
-        A text that spells a control token (`<|im_end|>`, `<image>`) is tokenized as any other; in a
-        `kvpatch_jax.cache.Template` it is the token.
-
-        Args:
-          text: a text, or texts that are tokenized as one.
-
-        Raises:
-          InputError: no tokenizer, or text that it does not know.
-        """
-        return self._prompts.ids(text)
-
-    def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
-        """Decodes token ids to text."""
-        return self._prompts.text(token_ids)
 
     # ----------------------------------------------------------------------------------------- embeddings
 
@@ -373,16 +265,11 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         out = cut_output(out, length, every=rows is None)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
-    def prefill_padded(
-        self, tokens: Tokens, context: Context | None = None, logits: Logits = "last", length: int | None = None
-    ) -> Output:
+    def prefill_padded(self, tokens: Tokens, context: Context | None = None, logits: Logits = "last") -> Output:
         """Runs tokens that have all the padding they are to have: as `prefill`, but as many run as are given.
 
         What stands behind the tokens that count is seen by none of them, and its KV comes back too. Contexts are padded
-        as ever.
-
-        Args:
-          length: how many count, the first ones: what a transition is of. None: all.
+        as ever. A transition is that of all of them.
         """
         context = self._check_read(tokens, context, None, "prefill_padded")
         self._check_regime(tokens.positions)
@@ -395,10 +282,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
             context = pad_context(self.buckets, context)
 
         how: dict[str, Any] = {"start_layer": 0, "hidden_at": (), "chunk": None}
-        filled, shape = None, tokens.embeddings.shape[:2]
-        if self.layout.parts and length is not None:
-            filled = np.broadcast_to(np.arange(shape[1]) < length, shape)
-        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, filled, **how)
+        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, None, **how)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
     def router_load(
@@ -455,17 +339,14 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         if not self.layout.parts or (mask is None and self.buckets is None and lengths is None):
             return None
         rows, length, _ = tokens.embeddings.shape
+        size = length if self.buckets is None else self.buckets.round_up(length)
         if lengths is not None:
-            # On the host, where no number of tokens compiles a program.
-            size = length if self.buckets is None else self.buckets.round_up(length)
-            counted = np.arange(size) <= last_tokens(tokens, lengths)[:, None]
             if mask is not None:
                 raise InputError(f"{what}: got lengths and a mask; expected one of them, which says what tokens count")
-            return counted
+            # On the host, where no number of tokens compiles a program.
+            return np.arange(size) <= last_tokens(tokens, lengths)[:, None]
         filled = np.ones((rows, length), bool) if mask is None else counted_tokens(mask, key_count(context), what)
-        filled = jnp.broadcast_to(filled, (rows, length))
-        size = length if self.buckets is None else self.buckets.round_up(length)
-        return jnp.pad(filled, ((0, 0), (0, size - length)))
+        return jnp.pad(jnp.broadcast_to(filled, (rows, length)), ((0, 0), (0, size - length)))
 
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int

@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
-from .checkpoints import TensorSource, flatten_params, load_weights, read_table, save_weights, tensor_shapes
+from .checkpoints import TensorSource, flatten_params, load_weights, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
 from .families.family import abstract, parameters, tower_heads, with_dtype
@@ -190,11 +190,6 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
         table = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(template.special_tokens if template else ())
         text = json.dumps(table, indent=2, ensure_ascii=False)
         (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-    if backbone.tokenizer is not None:
-        # Without a class transformers takes one by the model's type, which splits texts by its own rules.
-        path = root / TOKENIZER_CONFIG_FILE
-        table = read_table(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     save_generation(root, backbone.stop_tokens, backbone.answer_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root

@@ -11,7 +11,7 @@ from kvpatch_jax.errors import ConfigError
 
 from .checkpoints import (
     ADAPTER_CONFIG,
-    GgufConversion,
+    GgufFile,
     SafetensorsSource,
     TensorSource,
     find_gguf,
@@ -87,13 +87,13 @@ def open_files(checkpoint: str | os.PathLike[str]) -> Files:
 
 
 def _open_gguf(path: Path) -> Files:
-    file = GgufConversion(path)
+    file = GgufFile(path)
     missing = missing_tokenizer(file.metadata)
     stops = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     return Files(
         name=str(path),
         config=file.config,
-        source=file.source,
+        source=lambda: file,
         tokenizer=None if missing else gguf_tokenizer(file.metadata, file.config["vocab_size"]),
         without=f"{path}: {missing}" if missing else NO_TOKENIZER,
         chat_template=gguf_chat_template(file.metadata, str(path)),

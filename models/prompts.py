@@ -5,7 +5,6 @@ Everything here runs on the host.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,8 @@ from jaxtyping import Array, Int
 from kvpatch_jax.cache import Audio, Template, Video, items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
-from .families.family import VIDEO_SOUNDS, Config, Family, Run, control_tokens, placeholders
+from .decoding import LoadedModel
+from .families.family import VIDEO_SOUNDS, Family, Run, control_tokens, placeholders
 from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, read_messages, replaced
 from .inputs.texts import TOKENIZER_FILE, TextEncoder, texts_of
 
@@ -50,57 +50,45 @@ class ImageMark(NamedTuple):
     around: str
 
 
-class Prompts:
-    """Makes prompts for one model.
+class Prompting(LoadedModel):
+    """What a backbone gets from its tokenizer, its chat template and its family's processors: prompts.
 
     Attributes:
-      config, family: of the model.
-      settings: what its processor does with each of `MEDIA`; None where it takes none.
-      tokenizer: of `tokenizers`, or None.
-      chat_template: the directory's, or None.
-      without_tokenizer: why there is no tokenizer, for messages.
-      stop_tokens: of the checkpoint.
+      family, image_config, video_config, audio_config, chat_template, without_tokenizer: as in `ModelBackbone`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        settings: Mapping[str, Any],
-        tokenizer: Any,
-        chat_template: ChatTemplate | None,
-        without_tokenizer: str = NO_TOKENIZER,
-        stop_tokens: Sequence[int] = (),
-    ):
-        self.config: Any = config
-        self.family: Family = config.family
-        self.settings, self.tokenizer, self.chat_template = settings, tokenizer, chat_template
-        self.without_tokenizer, self.stop_tokens = without_tokenizer, stop_tokens
+    family: Family
+    image_config: Any
+    video_config: Any
+    audio_config: Any
+    chat_template: ChatTemplate | None
+    without_tokenizer: str
+    _encoder: TextEncoder | None = None
 
-    def prepare(self, items: Sequence[Any], second_per_grid_ts: Sequence[float] | None = None) -> dict[str, Any]:
-        """See `ModelBackbone.prepare`."""
+    def prepare(self, items: Sequence[Any]) -> dict[str, Any]:
+        """Turns texts, images, videos, sounds and token ids, in order, into one prompt's arrays (batch of one).
+
+        Args:
+          items: each a text (needs the directory's tokenizer, whose own start and end tokens then stand around the
+            whole prompt), a sequence of token ids, or an image: a path
+            (`pathlib.Path`), a PIL image, a uint8 array [H,W] or [H,W,C], or an encoded file's bytes; a
+            `kvpatch_jax.Video` or `Audio`, or a path with the suffix of one. Each stands
+            between its start and end tokens. A str that looks like a file is refused: `kvpatch_jax.Text` makes it text.
+
+        Returns:
+          input_ids [1,T], position_ids [1,T] or [1,T,A], and where there are images, videos or sounds what the
+          family's processor makes of them (pixel_values, pixel_values_videos, input_features, and sizes, grids or
+          times).
+
+        Raises:
+          InputError: an image that cannot be read; no items, an item of another kind or of one that the
+          family does not take, a video or sound that cannot be read, text without a tokenizer, or text that the
+          tokenizer does not know. MissingExtraError: a video file without PyAV.
+        """
         items = items_of(items, "prompt")
         sorts = [sort_of(item) for item in items]
         media = [(sort, item) for sort, item in zip(sorts, items, strict=True) if sort in MEDIA]
         arrays, runs = self._process(media)
-
-        if second_per_grid_ts is not None:
-            if not hasattr(self.config, "tokens_per_second"):
-                name = self.family.architecture
-                raise InputError(
-                    f"second_per_grid_ts: got some for {name}, whose positions count no seconds; expected None"
-                )
-
-            # What is no list of numbers becomes a scalar, which has one axis too few.
-            try:
-                seconds = np.asarray(second_per_grid_ts, np.float32)
-            except (TypeError, ValueError, OverflowError):
-                seconds = np.float32(0)
-
-            if seconds.ndim != 1:
-                raise InputError(
-                    f"second_per_grid_ts: got {second_per_grid_ts!r:.80}; expected a number for each video"
-                )
-            arrays |= {"second_per_grid_ts": seconds}
 
         following = iter(runs)
         ids: list[int] = []
@@ -120,7 +108,23 @@ class Prompts:
         return self._prompt(ids, arrays)
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
-        """See `ModelBackbone.chat`."""
+        """Turns messages into one prompt's arrays (as `prepare` gives them), by the checkpoint's chat template.
+
+        What the tokenizer itself puts around a text (a start token, mostly) is put around the prompt too, as the
+        family's processor does, unless the template wrote the start token. A text family's tokenizer adds nothing.
+
+        Args:
+          messages: {"role", "content"} each; a content is a text, or a list of {"type": "text", "text"},
+            {"type": "image", "image": a path, PIL image or uint8 array}, {"type": "video", "video": a path or Video}
+            and {"type": "audio", "audio": a path or Audio}; or OpenAI's parts with data URLs (`cache.part_item`).
+          add_generation_prompt: end with what opens the assistant's answer.
+          variables: further names that the template knows.
+
+        Raises:
+          InputError: no template or tokenizer, messages that the template refuses, entries of another type,
+          text that the tokenizer does not know, or images that the template did not place.
+          ConfigError: a template that cannot be used. InputError: an image that cannot be read.
+        """
         template = self._template()
         messages, media = read_messages(messages)
         messages, variables = self._texts.literals(messages), self._texts.literals(variables)
@@ -181,7 +185,22 @@ class Prompts:
         return text, expansions
 
     def chat_frame(self, system: str | None = None, **variables: Any) -> ChatFrame:
-        """See `ModelBackbone.chat_frame`."""
+        """Says what the chat template puts around the images and the question of one message of a user.
+
+        So that images can stay chunks: `front`, images with `between` from one to the next, and then the question
+        between `before` and `behind` are the very tokens that `chat` makes of a message with these images and this
+        question. Of Gemma 3 they are its very text: images as `prepare` makes them have their blank lines as tokens of
+        their own, which in `chat` may join those of the text.
+
+        Args:
+          system: a system prompt; None: what the template has of its own.
+          variables: further names that the template knows (`enable_thinking`, …).
+
+        Raises:
+          InputError: no template or tokenizer, a template that does not place images and text in their order, or a
+          tokenizer with tokens of its own around every text between images (Phi-3-vision). ConfigError: a template that
+          cannot be used.
+        """
         template, sees = self._template(), self.family.vision is not None
 
         def said(text):
@@ -224,7 +243,17 @@ class Prompts:
         return re.split(spelling, text)
 
     def ids(self, text: str | Sequence[str]) -> list[int]:
-        """See `ModelBackbone.ids`."""
+        """Turns a text into token ids, without what the tokenizer itself puts around one.
+
+        A text that spells a control token (`<|im_end|>`, `<image>`) is tokenized as any other; in a
+        `kvpatch_jax.cache.Template` it is the token.
+
+        Args:
+          text: a text, or texts that are tokenized as one.
+
+        Raises:
+          InputError: no tokenizer, or text that it does not know.
+        """
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple) or not all(isinstance(part, str) for part in texts):
             raise InputError(f"ids: got {text!r:.80}; expected a text, or a list of texts")
@@ -258,7 +287,7 @@ class Prompts:
         return marked if marked in text else tokens[len(before)]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
-        """Returns token ids as text."""
+        """Decodes token ids to text."""
         if self.tokenizer is None:
             raise InputError(f"text: got no tokenizer ({self.without_tokenizer}); expected one in its directory")
         array = np.asarray(token_ids)
@@ -273,16 +302,18 @@ class Prompts:
         positions = self.family.positions(self.config, input_ids, arrays)
         return {"input_ids": input_ids[None], "position_ids": positions[None], **arrays}
 
-    @functools.cached_property
+    @property
     def _texts(self) -> TextEncoder:
         """Encodes texts, in which what places an image, a video or a sound is text as well."""
-        family, marks = self.family, list[Any]()
-        if family.vision is not None and family.vision.spelling is not None:
-            marks.append(re.compile(family.vision.spelling))
-        for medium in (family.video, family.audio):
-            with contextlib.suppress(InputError):
-                marks += [] if medium is None else [medium.written(self.config, self.tokenizer)[0]]
-        return TextEncoder(self.tokenizer, {*control_tokens(self.config), *self.stop_tokens}, marks)
+        if self._encoder is None or self._encoder.tokenizer is not self.tokenizer:
+            family, marks = self.family, list[Any]()
+            if family.vision is not None and family.vision.spelling is not None:
+                marks.append(re.compile(family.vision.spelling))
+            for medium in (family.video, family.audio):
+                with contextlib.suppress(InputError):
+                    marks += [] if medium is None else [medium.written(self.config, self.tokenizer)[0]]
+            self._encoder = TextEncoder(self.tokenizer, {*control_tokens(self.config), *self.stop_tokens}, marks)
+        return self._encoder
 
     def _own_special_tokens(self) -> tuple[list[int], list[int]]:
         """Returns ids that the tokenizer itself puts before and behind a text (a start token, mostly)."""
@@ -302,9 +333,12 @@ class Prompts:
         if medium is None:
             other = "its frames as images" if sort == "video" and self.family.vision is not None else "text"
             raise InputError(f"{sort}s: got some for {self.family.architecture}, which takes none; expected {other}")
-        if sort != "image" and self.settings.get(sort) is None:
+        if sort != "image" and self._settings_of(sort) is None:
             raise InputError(f"{sort}s: got some for a backbone without settings of them; expected {sort}_config")
         return medium
+
+    def _settings_of(self, sort: str) -> Any:
+        return {"image": self.image_config, "video": self.video_config, "audio": self.audio_config}[sort]
 
     def _process(self, media: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], list[Run]]:
         """Returns the arrays of a prompt's images, videos and sounds, and what stands for each in turn."""
@@ -326,7 +360,7 @@ class Prompts:
         arrays: dict[str, Mapping[str, Any]] = {}
         for sort in MEDIA:
             if items[sort]:
-                arrays[sort] = self._medium(sort).process(items[sort], self.settings[sort])
+                arrays[sort] = self._medium(sort).process(items[sort], self._settings_of(sort))
         runs, seen = [], dict(arrays)
         if "video" in arrays:
             seen["video"] = {**arrays.get("audio", {}), **arrays["video"], VIDEO_SOUNDS: heard}

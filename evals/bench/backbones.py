@@ -1,8 +1,8 @@
 """Every family's backbone beside transformers on the CPU, where another interpreter has it: one checkpoint, one prompt.
 
-Both sides read the same float32 file, with as many threads as there are cores. `prefill`: the prompt's forward with its
-KV and the logits of every token. `generate`: the prompt and the tokens that follow greedily (ours one compiled
-program). `load`: the file into memory of the process, in CPU seconds.
+Both sides read the same file, with as many threads as there are cores (`taskset -c 0` for one); all is in CPU seconds.
+`prefill`: the prompt's forward with its KV and the logits of every token. `generate`: the prompt and the tokens that
+follow greedily (ours one compiled program). `load`: the file into memory of the process. `tower`: an image's features.
 """
 
 import contextlib
@@ -25,27 +25,35 @@ from kvpatch_jax.errors import InputError, KVPatchError
 from kvpatch_jax.models import load, save
 from kvpatch_jax.models.random_weights import random_backbone
 
-from .benchmark import Benchmark, BenchOptions, Sides, timed
-from .shapes import LARGE, random_ids, tiny_models
+from .benchmark import Benchmark, BenchOptions, Sides
+from .shapes import SHAPES, random_ids, tiny_models
 
-AGREEMENT = 2e-4
+AGREEMENT = {"float32": 2e-4, "bfloat16": 5e-2}
 """Largest difference of logits, over the largest magnitude, at which both sides are one function."""
-PROMPT, NEW_TOKENS, RUNS, LEAST = 128, 16, 4, 0.1
-"""Tokens of the prompt and behind it; seconds of a measurement at least."""
+PROMPT, NEW_TOKENS, LEAST = 128, 16, 0.1
+"""Tokens of the prompt and behind it; CPU seconds of a measurement at least."""
 QUICK = ("Qwen2ForCausalLM", "InternVLForConditionalGeneration")
+LARGER = ("Qwen2-0.15B", "Qwen2-0.5B")
+TOWER, GRID = "Qwen2.5-VL, a tower of 12 blocks of 768", (1, 32, 32)
+"""Of `SHAPES`, and the patches of its image."""
 
 
 def suite(options: BenchOptions) -> Iterator[Benchmark]:
-    """Yields every operation of every architecture's tiny model, and of one of Qwen2-0.5B's shape."""
+    """Yields every operation of every architecture's tiny model, of two of Qwen2's shapes, and of a tower."""
     theirs = None if options.torch_python is None else TransformersWorker(options.torch_python)
-    for name, raw in (tiny_models() | {"Qwen2-0.5B": LARGE}).items():
-        if name in QUICK or not options.quick:
-            pair = functools.cache(functools.partial(ModelPair, raw, theirs, options.seed))
-            # Drawn models have no image settings, without which those with images are not loaded.
-            text = not {"vision_config", "img_processor"} & raw.keys()
-            for operation in ("prefill", "generate", "load") if text else ("prefill", "generate"):
-                prepare = functools.partial(_compared, pair, operation)
-                yield Benchmark(f"backbones.{operation}", name, prepare, large=name == "Qwen2-0.5B")
+    cases = [(name, raw, "float32") for name, raw in tiny_models().items() if name in QUICK or not options.quick]
+    larger = [] if options.quick else [(name, SHAPES[name], dtype) for name in LARGER for dtype in AGREEMENT]
+    for name, raw, dtype in cases + larger:
+        pair = functools.cache(functools.partial(ModelPair, raw, theirs, options.seed, dtype))
+        # Drawn models have no image settings, without which those with images are not loaded.
+        text = not {"vision_config", "img_processor"} & raw.keys()
+        case = f"{name}, {dtype}" if name in LARGER else name
+        for operation in ("prefill", "generate", "load") if text else ("prefill", "generate"):
+            prepare = functools.partial(_compared, pair, operation)
+            yield Benchmark(f"backbones.{operation}", case, prepare, large=name in LARGER)
+    if not options.quick:
+        tower = functools.cache(functools.partial(ModelPair, SHAPES[TOWER], theirs, options.seed))
+        yield Benchmark("backbones.tower", TOWER, functools.partial(_compared, tower, "tower"), large=True)
 
 
 def _compared(make: Callable[[], "ModelPair"], operation: str) -> Sides:
@@ -111,38 +119,42 @@ def _end(process: "subprocess.Popen[str]") -> None:
 class ModelPair:
     """A model with drawn weights on both sides; `errors` says how far our logits are from theirs."""
 
-    def __init__(self, raw: Mapping[str, Any], theirs: TransformersWorker | None, seed: int):
+    def __init__(self, raw: Mapping[str, Any], theirs: TransformersWorker | None, seed: int, dtype: str = "float32"):
         self.backbone, self.theirs, self.errors = random_backbone(raw, seed), theirs, {}
         ids = random_ids(PROMPT, seed)
         self.ids = np.asarray([ids], np.int32)
         folder = tempfile.mkdtemp()
         self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.checkpoint = save(self.backbone, Path(folder) / "checkpoint")
+        self.checkpoint = save(self.backbone, Path(folder) / "checkpoint", dtype=dtype)
+        if dtype != "float32":
+            self.backbone = load(self.checkpoint)
         if theirs is not None:
             path = self.checkpoint / "logits.npy"
-            theirs.ask("open", directory=str(self.checkpoint), ids=ids, new_tokens=NEW_TOKENS, path=str(path))
+            theirs.ask(
+                "open", directory=str(self.checkpoint), dtype=dtype, ids=ids, new_tokens=NEW_TOKENS, path=str(path)
+            )
             logits = np.load(path)
-            self.errors = {"kvpatch_jax": difference(np.asarray(self.prefill().logits), logits) / AGREEMENT}
+            self.errors = {"kvpatch_jax": difference(np.asarray(self.prefill().logits), logits) / AGREEMENT[dtype]}
 
     def calls(self, operation: str) -> dict[str, Callable[[], float]]:
-        """Lists the sides of an operation; a load in CPU seconds, the others in seconds."""
-        if operation == "load":
-            theirs = self.theirs
-            calls = {"kvpatch_jax": self.load}
-            if theirs is not None:
-                calls["transformers"] = lambda: theirs.ask("load", directory=str(self.checkpoint))["seconds"]
-            return calls
-        calls = {"kvpatch_jax": timed(getattr(self, operation), runs=RUNS)}
+        """Lists the sides of an operation: CPU seconds of a call."""
+        calls = {"kvpatch_jax": functools.partial(cpu_seconds, getattr(self, operation))}
         if self.theirs is not None:
             ask = functools.partial(self.theirs.ask, "seconds", name=operation, least=LEAST)
             calls["transformers"] = lambda: ask()["seconds"]
         return calls
 
-    def load(self) -> float:
-        """Reads the checkpoint: CPU seconds."""
-        begin = time.process_time()
-        jax.block_until_ready(load(self.checkpoint).parameters)
-        return time.process_time() - begin
+    def load(self) -> Any:
+        """Reads the checkpoint."""
+        return load(self.checkpoint).parameters
+
+    def tower(self) -> Any:
+        """Encodes an image of `GRID` patches."""
+        vision = self.backbone.config.vision
+        patches = int(np.prod(GRID))
+        pads = np.full((1, patches // vision.merge**2), self.backbone.config.image_token, np.int32)
+        pixels = np.ones((patches, vision.features), np.float32)
+        return self.backbone.encode(pads, pixel_values=pixels, image_grid_thw=np.array([GRID], np.int32))
 
     def prefill(self) -> Any:
         """Runs the prompt's forward, from ids."""
@@ -151,6 +163,16 @@ class ModelPair:
     def generate(self) -> Any:
         """Runs the prompt and the tokens that follow, greedily."""
         return self.backbone.generate(self.backbone.embed(self.ids), NEW_TOKENS)
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """Times a call: CPU seconds, over as many calls as fill `LEAST`, behind one that may compile."""
+    jax.block_until_ready(call())
+    begin, calls = time.process_time(), 0
+    while time.process_time() < begin + LEAST or not calls:
+        jax.block_until_ready(call())
+        calls += 1
+    return (time.process_time() - begin) / calls
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> float:

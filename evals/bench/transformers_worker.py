@@ -18,6 +18,7 @@ class Worker:
     model: Any
     ids: Any
     new_tokens: int
+    directory: str
 
     def hello(self, threads: int) -> dict[str, Any]:
         """Imports torch and transformers; returns versions."""
@@ -30,7 +31,7 @@ class Worker:
         transformers.logging.disable_progress_bar()
         return {"torch": torch.__version__, "transformers": transformers.__version__}
 
-    def open(self, directory: str, ids: list[int], new_tokens: int, path: str) -> dict[str, Any]:
+    def open(self, directory: str, dtype: str, ids: list[int], new_tokens: int, path: str) -> dict[str, Any]:
         """Reads a checkpoint, and writes what both sides must agree on: the logits of every token of the prompt."""
         import numpy
         import torch
@@ -39,28 +40,36 @@ class Worker:
         self.ids, self.new_tokens = torch.tensor([ids]), new_tokens
         with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
             kind = getattr(transformers, json.load(file)["architectures"][0])
-        self.model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        self.model, report = kind.from_pretrained(directory, dtype=getattr(torch, dtype), output_loading_info=True)
         self.model.eval()
+        self.directory = directory
         if unread := [*report["missing_keys"], *report["unexpected_keys"]]:
             raise ValueError(f"got missing or unexpected keys {unread[:4]}; expected the model's own")
-        numpy.save(path, self.prefill().logits.numpy())
+        numpy.save(path, self.prefill().logits.float().numpy())
         return {}
 
-    def load(self, directory: str) -> dict[str, float]:
-        """Reads a checkpoint into memory of its own: CPU seconds. transformers maps the file, so tensors are copied."""
-        begin = time.process_time()
-        model = type(self.model).from_pretrained(directory, dtype=self.model.dtype)
+    def load(self) -> None:
+        """Reads the checkpoint into memory of its own. transformers maps the file, so tensors are copied."""
+        model = type(self.model).from_pretrained(self.directory, dtype=self.model.dtype)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-        return {"seconds": time.process_time() - begin}
+
+    def tower(self) -> Any:
+        """Encodes an image of 32 · 32 patches by a tower of a Qwen family."""
+        import torch
+
+        vision = self.model.config.vision_config
+        features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return self.model.model.visual(torch.ones(1024, features), grid_thw=torch.tensor([[1, 32, 32]]))
 
     def seconds(self, name: str, least: float) -> dict[str, float]:
-        """Times a method: seconds per call, over as many calls as fill `least`."""
-        begin, calls = time.perf_counter(), 0
-        while time.perf_counter() < begin + least or not calls:
+        """Times a method: CPU seconds per call, over as many calls as fill `least`, behind one."""
+        getattr(self, name)()
+        begin, calls = time.process_time(), 0
+        while time.process_time() < begin + least or not calls:
             getattr(self, name)()
             calls += 1
-        return {"seconds": (time.perf_counter() - begin) / calls}
+        return {"seconds": (time.process_time() - begin) / calls}
 
     def prefill(self) -> Any:
         """Runs the prompt's forward, with its cache and the logits of every token."""

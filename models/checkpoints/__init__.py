@@ -17,7 +17,7 @@ from .entries import TensorEntry as TensorEntry
 from .entries import flatten_params as flatten_params
 from .entries import fused_entries as fused_entries
 from .entries import module_entries as module_entries
-from .gguf import GgufConversion as GgufConversion
+from .gguf import GgufFile as GgufFile
 from .gguf import find_gguf as find_gguf
 from .json_table import read_table as read_table
 from .naming import rename as rename
@@ -30,8 +30,6 @@ from .safetensors_files import INDEX_FILE as INDEX_FILE
 from .safetensors_files import SINGLE_FILE as SINGLE_FILE
 from .safetensors_files import SafetensorsSource as SafetensorsSource
 from .source import RenamedSource as RenamedSource
-from .source import StoredTensor as StoredTensor
 from .source import TensorInfo as TensorInfo
 from .source import TensorSource as TensorSource
-from .source import stored_tensor as stored_tensor
 from .writing import save_weights as save_weights

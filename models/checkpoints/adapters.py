@@ -17,7 +17,7 @@ from kvpatch_jax.errors import ConfigError, WeightsError
 
 from .json_table import read_table
 from .safetensors_files import SafetensorsSource
-from .source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor
+from .source import Slices, TensorInfo, TensorSource
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -92,11 +92,11 @@ class LoRASource:
                 )
             self.tensors[name] = TensorInfo(info.shape, dtype)
 
-    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
+    def read(self, name: str, region: Slices | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, merged. Raises WeightsError where data cannot be read."""
         change = self._changes.get(name)
         if change is None:
-            return self._inner.read(name, region)
+            return self._inner.read(name, region, out)
 
         region, numbers = region or (), lambda part: self._file.read(part).astype(np.float32)
         base = self._inner.read(name, region) if change.replaced is None else self._file.read(change.replaced, region)
@@ -114,10 +114,6 @@ class LoRASource:
             rows, columns = (*region, *[slice(None)] * (2 - len(region)))
             merged += np.float32(change.scale) * (first[rows] @ second[:, columns])
         return merged
-
-    def stored(self, name: str) -> StoredTensor | None:
-        """Returns where the bytes of a tensor lie that the adapter leaves as it is; None of one that it changes."""
-        return None if name in self._changes else stored_tensor(self._inner, name)
 
     def _read_changes(self, config: Mapping[str, Any], translate: Callable[[str], str | None]) -> dict[str, _Change]:
         """Returns what is done to which tensor, by the base's names."""

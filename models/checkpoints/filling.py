@@ -1,13 +1,11 @@
-"""Copying a tensor of a file into memory in another type and order, by pieces that stay in the cache meanwhile."""
+"""Pieces of a tensor that stay in the cache from their read to their place: cast, turned, and checked for NaN."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from kvpatch_jax.errors import WeightsError
-
-from .source import StoredTensor
 
 PIECE = 1 << 20
 """Bytes at once: they stay in a core's second-level cache from the read to the last look at them."""
@@ -17,73 +15,31 @@ _PAGE = 4096  # bytes; rows of a multiple of them do
 Spans = tuple[tuple[int, int], ...]
 """A region: where each axis starts and stops."""
 
-Look = Callable[[np.ndarray, tuple[int, ...]], None]
-
 _WIDE = np.dtype([("low", "<u2"), ("high", "<u2")])
 """A float32 as two halves, the high one being its bfloat16."""
 
 
-def fill(stored: StoredTensor, spans: Spans, out: np.ndarray, look: Look | None = None) -> None:
-    """Copies a region of a tensor into an array of its shape, of any floating type and any order of axes.
+def pieces(spans: Spans, width: int, turned: bool) -> Iterator[Spans]:
+    """Yields the regions that a region is read by, which lie one behind the other in C order.
 
     Args:
-      stored: the tensor.
-      spans: the region.
-      out: where it goes. An array of float32 for a tensor of bfloat16 must hold zeros.
-      look: is shown each piece, with its place in the tensor, and may raise.
-
-    Raises:
-      WeightsError: a file that ends before or cannot be read.
+      width: bytes of a number. turned: the last two axes change places where the region goes.
     """
-    if not out.size:
-        return
     if not spans:
-        return fill(StoredTensor(stored.file, stored.start, (1,), stored.dtype), ((0, 1),), out[None], look)
-
-    start = tuple(first for first, _ in spans)
-    for place, piece, part in _pieces(stored, spans, out):
-        if look is not None:
-            look(piece, tuple(a + b for a, b in zip(start, place, strict=True)))
-        if part is not None:
-            convert(piece, part)
-
-
-def _pieces(
-    stored: StoredTensor, spans: Spans, out: np.ndarray
-) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray | None]]:
-    """Yields pieces of the region as they are read: place in the region, values, and the part of `out` they are for.
-
-    That part is None where they were read into `out` itself. Values are there until the next piece is asked for.
-    """
-    first, last = spans[0]
-    if len(spans) > 2 or (len(spans) == 2 and _row_bytes(spans, stored.dtype) > PIECE):
-        for index in range(last - first):
-            for place, piece, part in _pieces(stored[first + index], spans[1:], out[index]):
-                yield (index, *place), piece[None], None if part is None else part[None]
+        yield spans
         return
-
-    row_bytes, stride = _row_bytes(spans, stored.dtype), math.prod(stored.shape[1:]) * stored.dtype.itemsize
-    step = max(1, PIECE // row_bytes)
-    straight = out.dtype == stored.dtype and out.flags.c_contiguous
-    if len(spans) == 2 and not straight and out.strides[1] > out.strides[0]:
+    (first, last), *inner = spans
+    row_bytes = width * math.prod(stop - start for start, stop in inner)
+    if len(spans) > 2 or (inner and row_bytes > PIECE):
+        for index in range(first, last):
+            for rest in pieces(tuple(inner), width, turned):
+                yield (index, index + 1), *rest
+        return
+    step = max(1, PIECE // max(row_bytes, 1))
+    if inner and turned:
         step = min(step, _ROWS if row_bytes % _PAGE else _ALIASED_ROWS)
-    skip = sum(first for first, _ in spans[1:]) * stored.dtype.itemsize
-    buffer = np.empty((0 if straight else step, *out.shape[1:]), stored.dtype)
-
-    for index in range(0, last - first, step):
-        part = out[index : index + step]
-        rows = part if straight else buffer[: len(part)]
-        start = stored.start + (first + index) * stride
-        if row_bytes == stride:
-            stored.file.read_into(rows, start)
-        else:
-            for number, row in enumerate(rows):
-                stored.file.read_into(row, start + number * stride + skip)
-        yield (index, *[0] * (len(spans) - 1)), rows, None if straight else part
-
-
-def _row_bytes(spans: Spans, dtype: np.dtype) -> int:
-    return math.prod(stop - start for start, stop in spans[1:]) * dtype.itemsize
+    for start in range(first, last, step):
+        yield (start, min(start + step, last)), *inner
 
 
 def convert(values: np.ndarray, out: np.ndarray) -> None:

@@ -90,44 +90,31 @@ def find_gguf(checkpoint: Path) -> Path | None:
     return files[0] if files else None
 
 
-class GgufConversion:
-    """A GGUF file.
+class GgufFile:
+    """A GGUF file: its tensors by Hugging Face's names, dequantised to float32 where they are read.
 
     Attributes:
       metadata: what the file says of itself, tokenizer and chat template included.
       config: `config.json` that follows from it.
 
     Raises:
-      WeightsError: a file that cannot be opened or read. MissingExtraError: `gguf` is not installed.
+      WeightsError: a file that cannot be opened or read, or a tensor whose rows its heads do not divide.
+      MissingExtraError: `gguf` is not installed.
       ConfigError: an architecture or an entry that is not known, one that is missing or of another kind than expected,
         or a value that no decoder is built for.
     """
 
     def __init__(self, path: Path):
         reader = require("gguf.gguf_reader", "gguf", "gguf")
-        self.path = path
         try:
             file = reader.GGUFReader(path)
             fields = {key: field.contents() for key, field in file.fields.items()}
         except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
             raise WeightsError(f"{path}: got a file that cannot be read ({error}); expected a GGUF file") from error
         self.metadata = {key: value for key, value in fields.items() if not key.startswith("GGUF.")}
-        self._tensors = {tensor.name: tensor for tensor in file.tensors}
-        self.config = _read_config(str(path), self.metadata, self._tensors)
+        tensors = {tensor.name: tensor for tensor in file.tensors}
+        self.config = config = _read_config(str(path), self.metadata, tensors)
 
-    def source(self) -> "GgufSource":
-        """Opens the tensors."""
-        return GgufSource(self.path, self._tensors, self.config)
-
-
-class GgufSource:
-    """Tensors of a GGUF file by Hugging Face's names, dequantised to float32 where they are read.
-
-    Raises:
-      WeightsError: a tensor whose rows its heads do not divide.
-    """
-
-    def __init__(self, path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]):
         self.origin, self._file = str(path), OpenFile(path)
         self._stored: dict[str, tuple[Any, int]] = {}
         heads, gemma = config["num_attention_heads"], config["model_type"] == "gemma3_text"
@@ -152,8 +139,8 @@ class GgufSource:
                 self._stored[name] = tensor, 0  # unknown, and reported as such
         self.tensors = {name: TensorInfo(_shape(tensor), "F32") for name, (tensor, _) in self._stored.items()}
 
-    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
-        """Reads a tensor or a region of it; of the file whole rows.
+    def read(self, name: str, region: Slices | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Reads a tensor or a region of it; of the file whole rows. `out` is not used.
 
         Raises:
           WeightsError: data that cannot be read, or a type that `gguf` does not dequantise.
@@ -161,9 +148,6 @@ class GgufSource:
         tensor, heads = self._stored[name]
         shape = self.tensors[name].shape
         span = whole_region(shape, region)
-        if len(shape) == 1 and not heads:
-            return self._rows(tensor, 0, 1)[0][span]
-
         rows = np.arange(shape[0])
         if heads:
             rows = rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -19,9 +19,9 @@ import numpy as np
 from kvpatch_jax.errors import WeightsError
 
 from .entries import Expected, ParamPath, Params, PlannedTensor, TensorEntry, plan, unpermuted
-from .filling import Spans, check_finite, convert, fill
+from .filling import Spans, check_finite, convert, pieces
 from .naming import SILENT
-from .source import TensorSource, stored_tensor
+from .source import NUMPY_TYPES, TensorSource
 
 _JOB = 8 << 20
 """Bytes of a parameter that one thread fills at a time."""
@@ -107,11 +107,6 @@ def load_weights(
             for part in path[:-1]:
                 inner = inner.setdefault(part, {})
             inner[path[-1]] = value
-
-    # Of a file that was written to while it was read, old and new numbers may be mixed.
-    places = [stored_tensor(source, tensor.name) for tensor in tensors]
-    for file in {place.file for place in places if place is not None}:
-        file.check_unchanged()
     return params
 
 
@@ -233,29 +228,22 @@ def _jobs(
     Except where the parameter has axes of the file flattened together: then no region of it is one of the file's
     tensor, and all of what it needs is read.
     """
-    permute, name = tensor.entry.permute, tensor.name
+    permute = tensor.entry.permute
     if tensor.entry.file_shape is not None:
 
         def fill_flattened() -> None:
-            value = _read_finite(source, name, _in_file(tensor, tuple((0, size) for size in tensor.piece)))
+            value = np.zeros(tensor.piece, out.dtype)
+            _copy(source, tensor, tuple((0, size) for size in tensor.piece), value)
             value = value if permute is None else value.transpose(permute)
-            convert(value.reshape(shape)[tuple(slice(*span) for span in region)], out)
+            out[...] = value.reshape(shape)[tuple(slice(*span) for span in region)]
 
         yield fill_flattened
         return
 
-    spans = _in_file(tensor, unpermuted(region, permute))
+    spans = unpermuted(region, permute)
     out = out if permute is None else out.transpose(np.argsort(permute))
-    stored = stored_tensor(source, name)
-
-    def copy(spans: Spans, out: np.ndarray) -> None:
-        if stored is None:
-            convert(_read_finite(source, name, spans), out)
-        else:
-            fill(stored, spans, out, functools.partial(check_finite, name=name, infinite=tensor.entry.infinite))
-
     if not spans or out.nbytes <= _JOB:
-        yield functools.partial(copy, spans, out)
+        yield functools.partial(_copy, source, tensor, spans, out)
         return
 
     (first, last), *inner = spans
@@ -264,20 +252,23 @@ def _jobs(
     for start in range(first, last, step):
         part = out[start - first : start - first + step]
         span = (start, min(start + step, last))
-        yield functools.partial(copy, (span, *inner), part)
+        yield functools.partial(_copy, source, tensor, (span, *inner), part)
 
 
-def _read_finite(source: TensorSource, name: str, spans: Spans) -> np.ndarray:
-    """Reads a region of a tensor through its source, which may compute it. Raises WeightsError for NaN and infinity."""
-    whole = spans == tuple((0, size) for size in source.tensors[name].shape)
-    value = source.read(name, None if whole else tuple(slice(*span) for span in spans))
-    check_finite(value, tuple(start for start, _ in spans), name)
-    return value
-
-
-def _in_file(tensor: PlannedTensor, spans: Spans) -> Spans:
-    """Returns where in the file's tensor these spans of the entry's piece of it lie."""
-    part, starts = tensor.entry.part, [0] * len(spans)
-    if part is not None:
-        starts[part.axis] = part.start
-    return tuple((start + first, start + last) for start, (first, last) in zip(starts, spans, strict=True))
+def _copy(source: TensorSource, tensor: PlannedTensor, spans: Spans, out: np.ndarray) -> None:
+    """Copies a region of a tensor, or of the entry's piece of it, into an array of its shape, which holds zeros."""
+    part, first = tensor.entry.part, [start for start, _ in spans]
+    shifts = [part.start if part is not None and axis == part.axis else 0 for axis in range(len(spans))]
+    dtype = NUMPY_TYPES[source.tensors[tensor.name].dtype]
+    turned, room = out.ndim > 1 and out.strides[-1] > out.strides[-2], np.empty(0, dtype)
+    for piece in pieces(spans, dtype.itemsize, turned):
+        place = out[(*(slice(start - at, stop - at) for (start, stop), at in zip(piece, first, strict=True)), ...)]
+        region = tuple(slice(start + shift, stop + shift) for (start, stop), shift in zip(piece, shifts, strict=True))
+        if place.dtype == dtype and place.flags.c_contiguous:
+            value = source.read(tensor.name, region, place)
+        else:
+            room = room if room.size >= place.size else np.empty(place.size, dtype)
+            value = source.read(tensor.name, region, room[: place.size].reshape(place.shape))
+        check_finite(value, tuple(cut.start for cut in region), tensor.name, tensor.entry.infinite)
+        if value is not place:
+            convert(value, place)

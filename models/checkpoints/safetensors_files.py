@@ -3,7 +3,9 @@
 Format: https://huggingface.co/docs/safetensors: eight bytes with the header's length, the header (JSON), the data.
 """
 
+import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from kvpatch_jax.errors import WeightsError
 
-from .filling import fill
 from .json_table import LFS_POINTER
-from .source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
+from .source import NUMPY_TYPES, OpenFile, Slices, TensorInfo, whole_region
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -54,20 +55,25 @@ class SafetensorsSource:
             if name not in self.tensors or Path(self._places[name][0].path) != path:
                 raise WeightsError(f"{root / INDEX_FILE}: got tensor {name!r}; expected it in {path.name}")
 
-    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
-        """Reads a tensor or a region of it. Raises WeightsError where the data cannot be read."""
-        stored = self.stored(name)
-        spans = tuple((part.start, part.stop) for part in whole_region(stored.shape, region))
-        out = np.empty([max(0, stop - start) for start, stop in spans], stored.dtype)
-        fill(stored, spans, out)
-        return out
+    def read(self, name: str, region: Slices | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Reads a tensor or a region of it. Raises WeightsError for data that cannot be read, or a type NumPy lacks."""
+        (file, start), (shape, kind) = self._places[name], dataclasses.astuple(self.tensors[name])
+        if kind not in NUMPY_TYPES:
+            raise WeightsError(f"tensor {name!r}: got type {kind}; expected one of {sorted(NUMPY_TYPES)}")
+        spans, dtype = whole_region(shape, region), NUMPY_TYPES[kind]
+        if out is None:
+            out = np.empty([max(0, span.stop - span.start) for span in spans], dtype)
+        if not out.size:
+            return out
 
-    def stored(self, name: str) -> StoredTensor:
-        """Returns where a tensor's bytes lie. Raises WeightsError for a type that NumPy has not."""
-        info = self.tensors[name]
-        if info.dtype not in NUMPY_TYPES:
-            raise WeightsError(f"tensor {name!r}: got type {info.dtype}; expected one of {sorted(NUMPY_TYPES)}")
-        return StoredTensor(*self._places[name], info.shape, NUMPY_TYPES[info.dtype])
+        # What lies behind the last axis that is cut is one run of bytes for each place in front of it.
+        depth = max((axis for axis, size in enumerate(shape) if out.shape[axis] != size), default=0)
+        steps = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        start += sum(span.start * step for span, step in zip(spans, steps, strict=True))
+        for index in np.ndindex(out.shape[:depth]):
+            offset = sum(place * step for place, step in zip(index, steps, strict=False))
+            file.read_into(out[(*index, ...)], start + offset)
+        return out
 
 
 def _read_index(root: Path) -> dict[str, Path]:

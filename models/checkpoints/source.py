@@ -1,9 +1,7 @@
 """What holds the tensors of a checkpoint: names, shapes and types at once, values region by region."""
 
 import dataclasses
-import math
 import os
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -51,9 +49,6 @@ class TensorInfo:
 class TensorSource(Protocol):
     """Tensors by name. Wrappers (renamed, merged) state those of the checkpoint that results.
 
-    A source may also have `stored(name)`, for tensors whose bytes lie in a file as they are: these are read in pieces
-    of the cache's size. A wrapper hands on that of its inner source.
-
     Attributes:
       origin: the directory or file, for messages.
       tensors: every tensor's name, shape and type.
@@ -65,8 +60,11 @@ class TensorSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
-    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
+    def read(self, name: str, region: Slices | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Reads a tensor, or a region of it and no more; from several threads at once, too.
+
+        Args:
+          out: memory that may be filled and returned, in C order, of the region's shape and the tensor's type.
 
         Raises:
           WeightsError: data that cannot be read.
@@ -82,10 +80,9 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
-        self._lock = threading.Lock()
-        self.size, self._written = self._state()
+        self._opened = self._state()
 
     def _state(self) -> tuple[int, int]:
         status = os.fstat(self._file)
@@ -95,14 +92,12 @@ class OpenFile:
         """Fills a contiguous array with the bytes from `start` on.
 
         Raises:
-          WeightsError: the file ends before, or cannot be read.
+          WeightsError: the file ends before, cannot be read, or was written to since it was opened.
         """
         left = memoryview(out.reshape(-1).view(np.uint8))
         try:
             while left:
-                count = (
-                    os.preadv(self._file, [left], start) if hasattr(os, "preadv") else self._read_locked(left, start)
-                )
+                count = os.preadv(self._file, [left], start)
                 if not count:
                     raise WeightsError(
                         f"{self.path}: got the end of the file; expected {len(left)} bytes from byte {start} on"
@@ -110,48 +105,11 @@ class OpenFile:
                 left, start = left[count:], start + count
         except OSError as error:
             raise WeightsError(f"{self.path}: got a file that cannot be read ({error}); expected to read it") from error
-
-    def _read_locked(self, out: memoryview, start: int) -> int:
-        # Windows has one place per file.
-        with self._lock:
-            os.lseek(self._file, start, os.SEEK_SET)
-            found = os.read(self._file, len(out))
-        out[: len(found)] = found
-        return len(found)
-
-    def check_unchanged(self) -> None:
-        """Raises WeightsError where the file was written to, or has another size, since it was opened."""
-        if self._state() != (self.size, self._written):
+        # Of a file that was written to while it was read, old and new numbers may be mixed.
+        if self._state() != self._opened:
             raise WeightsError(
                 f"{self.path}: got a file that was written to while it was read; expected a file that stays as it is"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor whose bytes lie in a file, little-endian and in C order.
-
-    Attributes:
-      file: the file. start: the place of its first byte.
-      shape, dtype: its sizes and NumPy type.
-    """
-
-    file: OpenFile
-    start: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def __getitem__(self, index: int) -> "StoredTensor":
-        """Returns the tensor at a number on the first axis."""
-        inner = self.shape[1:]
-        step = math.prod(inner) * self.dtype.itemsize
-        return dataclasses.replace(self, start=self.start + index * step, shape=inner)
-
-
-def stored_tensor(source: TensorSource, name: str) -> StoredTensor | None:
-    """Returns where a tensor's bytes lie; None for a source that computes it."""
-    find = getattr(source, "stored", None)
-    return None if find is None else find(name)
 
 
 class RenamedSource:
@@ -161,10 +119,6 @@ class RenamedSource:
         self.origin, self._inner, self._names = inner.origin, inner, names
         self.tensors = {new: inner.tensors[old] for new, old in names.items()}
 
-    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
+    def read(self, name: str, region: Slices | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, by its new name."""
-        return self._inner.read(self._names[name], region)
-
-    def stored(self, name: str) -> StoredTensor | None:
-        """Returns where a tensor's bytes lie, by its new name."""
-        return stored_tensor(self._inner, self._names[name])
+        return self._inner.read(self._names[name], region, out)

@@ -117,9 +117,9 @@ TOWER_PARAMETERS: dict[str, tuple[str, ...]] = {
     **{f"{part}.kernel": ("width", "tower_heads") for part in ("query", "key", "value")},
     **{f"{part}.bias": ("tower_heads",) for part in ("query", "key", "value")},
     "output.kernel": ("tower_heads", "width"),
-    **{f"{part}.kernel": _INTO for part in ("gate", "up", "inner", "merger_in")},
-    **{f"{part}.bias": ("tower_width",) for part in ("gate", "up", "inner", "merger_in")},
-    **{f"{part}.kernel": _OUT_OF for part in ("down", "outer", "merger_out")},
+    **{f"{part}.kernel": _INTO for part in ("gate", "up", "inner")},
+    **{f"{part}.bias": ("tower_width",) for part in ("gate", "up", "inner")},
+    **{f"{part}.kernel": _OUT_OF for part in ("down", "outer")},
 }
 """End of the name of a parameter outside the decoder → its last axes. Others replicate."""
 

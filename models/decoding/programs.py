@@ -103,22 +103,18 @@ class Forward:
 
 
 class LoadedModel:
-    """What the parts of a backbone (`Encoding`, `Generating`, `Writing`, `Answering`) find in it.
+    """What the parts of a backbone (`Prompting`, `Encoding`, `Generating`, `Writing`, `Answering`) find in it.
 
     Attributes:
-      config, layout, buckets, programs, stop_tokens: as in `ModelBackbone`.
+      config, layout, buckets, programs, tokenizer, stop_tokens: as in `ModelBackbone`.
     """
 
     config: Any
     layout: KVLayout
     buckets: Buckets | None
     programs: Forward
+    tokenizer: Any
     stop_tokens: tuple[int, ...]
-
-    @property
-    def tokenizer(self) -> Any:
-        """Of `tokenizers`, or None."""
-        raise NotImplementedError
 
     def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
         """Refuses positions (and as many more) that the rope does not serve."""

@@ -24,7 +24,7 @@ from ..towers.query_encoder import FEW, MANY, QueryEncoder, query_count, query_e
 from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
 from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
 from .config_file import ConfigFile, FamilyConfig
-from .deepseek_vl_hybrid import read_sam
+from .deepseek_vl import read_sam
 from .family import Family, Shapes, Vision
 from .view_packing import SEPARATOR, pack_views, view_fills, view_plan, view_tokens
 

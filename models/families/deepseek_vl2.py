@@ -159,7 +159,7 @@ def _read_text(file: ConfigFile, given: Table) -> DecoderConfig:
         return read_decoder(raw, read_rope(raw, width, angles=angles, regime=regime), head_dim=width, **switches)
     # Pairs are read side by side and cached in halves, as V3 does.
     rope = read_rope(raw, raw["qk_rope_head_dim"], angles=angles, regime=regime, cached="half")
-    switches |= {"attention": "mla", "kv_heads": heads, "latent": read_latent(raw, rope, reads_pairs=True)}
+    switches |= {"kv_heads": heads, "latent": read_latent(raw, rope, reads_pairs=True)}
     return read_decoder(raw, rope, **switches)
 
 

@@ -20,7 +20,8 @@ from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import processor
 from ..inputs.texts import texts_of
 from ..inputs.videos import patch_settings, process_glm_videos
-from ..towers.glm4v import Glm4vVisionConfig, Glm4vVisionTower, glm4v_vision_entries, plan_patches
+from ..towers.packed import PackedConfig, PackedTower
+from ..towers.weights import glm4v_vision_entries
 from .config_file import ConfigFile, one_size
 from .family import Family, Medium, Run, Shapes
 from .image_family import TowerModel
@@ -44,13 +45,20 @@ class Glm4vConfig(QwenConfig):
 def _read(file: ConfigFile) -> Glm4vConfig:
     text, vision = file.text("glm4v_text", "glm4v_moe_text"), file.part("vision_config")
     sizes = tower_sizes(vision, text)
-    tower = Glm4vVisionConfig(
+    tower = PackedConfig(
         **sizes
         # GLM-4V's blocks are as wide inside as the tower's output, and its merger as `intermediate_size`.
-        | {"intermediate": text.width, "merger": vision["intermediate_size"]},
+        | {"intermediate": text.width, "merger_width": vision["intermediate_size"]},
         positions=one_size(vision, "image_size") // sizes["patch"],
         norm_epsilon=vision["rms_norm_eps"],
+        rms_norms=True,
+        gated=True,
         qkv_bias=vision["attention_bias"],
+        bias=False,
+        patch_bias=True,
+        embedding_norm=True,
+        final_norm=True,
+        gated_merger=True,
     )
     edges = file.tokens("image_start_token", "image_end_token")
     return file.config(
@@ -123,10 +131,10 @@ def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
         read=_read,
-        module=functools.partial(TowerModel, Glm4vVisionTower),
+        module=functools.partial(TowerModel, PackedTower),
         entries=_entries,
         positions=_positions,
-        vision=qwen_vision(plan_patches, "frames", settings=processor("glm4v.Glm4v", "glm46v.Glm46V")),
+        vision=qwen_vision(processor("glm4v.Glm4v", "glm46v.Glm46V")),
         video=Medium(VIDEO_SETTINGS, process_glm_videos, _video_tokens, _written),
         join=_joined,
         model_type=model_type,

@@ -37,6 +37,11 @@ def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
     return np.concatenate([np.zeros((0, 3), np.int32), *kinds])
 
 
+def packed_fills(config: Any) -> dict[str, int]:
+    """Returns the tables of patch numbers in the plan of a tower of packed patches."""
+    return {"segments": 1, "windows": 1}
+
+
 def check_width(name: str, width: int, text: DecoderConfig) -> None:
     """Raises ConfigError where a tower's output is not as wide as the decoder."""
     if width != text.width:

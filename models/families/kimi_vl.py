@@ -21,11 +21,11 @@ from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.pictures import HALVES, process_kimi
 from ..inputs.processors import own_settings
 from ..inputs.videos import kimi_time, process_kimi_videos
-from ..towers.moonvit import MoonViT, MoonViTConfig, plan_patches
+from ..towers.packed import PackedConfig, PackedTower, plan_patches
 from ..towers.weights import moonvit_entries
 from .config_file import ConfigFile, FamilyConfig, one_size
 from .family import Family, Medium, Run, Shapes, Vision, pixels_of, placeholders
-from .image_family import TowerModel, check_placeholders, grids_of
+from .image_family import TowerModel, check_placeholders, grids_of, packed_fills
 from .parsed import Table
 
 RELEASED = "KimiVLForConditionalGeneration"
@@ -71,7 +71,7 @@ class KimiVLConfig(FamilyConfig):
     None where no videos are taken.
     """
 
-    vision: MoonViTConfig
+    vision: PackedConfig
     image_token: int
     start_token: int | None
     end_token: int | None
@@ -90,7 +90,7 @@ def _read(file: ConfigFile) -> KimiVLConfig:
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
         raise ConfigError(f"learned positions: got {side} rows; expected a square")
 
-    tower = MoonViTConfig(
+    tower = PackedConfig(
         depth=vision["num_hidden_layers"],
         width=vision["hidden_size"],
         heads=vision["num_attention_heads"],
@@ -102,9 +102,14 @@ def _read(file: ConfigFile) -> KimiVLConfig:
         frames=vision["pos_emb_time"] if form.video else 1,
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
-        projector_epsilon=model.get("projection_layer_norm_eps", 1e-5),
-        # Released files keep query, key and value in one matrix, transformers' in three.
+        norm_epsilon=1e-5,
+        merger_epsilon=model.get("projection_layer_norm_eps", 1e-5),
+        # Released files keep query, key and value in one matrix whose rotary pairs are neighbours.
         fused=form.released,
+        rotary="pairs" if form.released else "turns",
+        raster=True,
+        patch_bias=True,
+        final_norm=True,
         dtype=text.dtype,
     )
 
@@ -215,9 +220,9 @@ def _family(architecture: str) -> Family:
     return Family(
         architecture=architecture,
         read=_read,
-        module=functools.partial(TowerModel, MoonViT),
+        module=functools.partial(TowerModel, PackedTower),
         entries=_entries,
-        vision=Vision(settings, process_kimi, _tokens, _plan, fills=lambda config: {"images": 1}),
+        vision=Vision(settings, process_kimi, _tokens, _plan, fills=packed_fills),
         video=_VIDEO if form.video else None,
         model_type=form.model,
     )

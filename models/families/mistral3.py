@@ -18,10 +18,11 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.processors import pixtral_settings, process_pixtral
-from ..towers.pixtral import PixtralConfig, PixtralTower, pixtral_entries, plan_patches
+from ..towers.packed import PackedConfig, PackedTower, plan_patches
+from ..towers.weights import pixtral_entries
 from .config_file import ConfigFile, FamilyConfig, one_layer, one_size
 from .family import Family, Run, Shapes, Vision
-from .image_family import TowerModel, check_placeholders
+from .image_family import TowerModel, check_placeholders, packed_fills
 
 ARCHITECTURE = "Mistral3ForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
@@ -35,12 +36,13 @@ BREAK, END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
 class Mistral3Config(FamilyConfig):
     """The whole backbone."""
 
-    vision: PixtralConfig
+    vision: PackedConfig
     image_token: int
 
 
-def read_pixtral(vision: Mapping[str, Any], text: DecoderConfig, **glue: Any) -> PixtralConfig:
-    """Reads Pixtral's tower from its parsed part of `config.json`; `glue` are the fields of its projector.
+def read_pixtral(vision: Mapping[str, Any], text: DecoderConfig, merges: bool, **glue: Any) -> PackedConfig:
+    """Reads Pixtral's tower from its parsed part of `config.json`; the projector `merges` patches, even where it
+    is one of a token (Mistral Small 3.1), and `glue` are its other fields.
 
     Raises:
       ConfigError: another tower, or heads that are not the width's.
@@ -50,7 +52,7 @@ def read_pixtral(vision: Mapping[str, Any], text: DecoderConfig, **glue: Any) ->
     width, heads = vision["hidden_size"], vision["num_attention_heads"]
     if vision.get("head_dim") not in (None, width // heads):
         raise ConfigError(f"vision head_dim: got {vision['head_dim']}; expected {width // heads}: hidden_size / heads")
-    return PixtralConfig(
+    return PackedConfig(
         depth=vision["num_hidden_layers"],
         width=width,
         heads=heads,
@@ -60,7 +62,19 @@ def read_pixtral(vision: Mapping[str, Any], text: DecoderConfig, **glue: Any) ->
         channels=vision["num_channels"],
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
-        projector_epsilon=text.norm_epsilon,
+        norm_epsilon=1e-5,
+        rms_norms=True,
+        gated=True,
+        fused=False,
+        qkv_bias=False,
+        bias=False,
+        embedding_norm=True,
+        rotary="between",
+        raster=True,
+        merger_norm=merges,
+        joined=merges,
+        merger_width=text.width,
+        merger_epsilon=text.norm_epsilon,
         dtype=text.dtype,
         **glue,
     )
@@ -81,11 +95,11 @@ def read_model(file: ConfigFile, text: DecoderConfig, merges: bool) -> Mistral3C
     tower = read_pixtral(
         file.part("vision_config"),
         text,
+        merges,
         merge=model["spatial_merge_size"] if merges else 1,
-        merges=merges,
         feature_layer=one_layer(model),
-        projector_activation=model["projector_hidden_act"],
-        projector_bias=model["multimodal_projector_bias"],
+        merger_activation=model["projector_hidden_act"],
+        merger_bias=model["multimodal_projector_bias"],
     )
     config = file.config(Mistral3Config, text, vision=tower, **file.tokens("image_token"))
     return config if merges else dataclasses.replace(config, family=LLAVA_FAMILY)
@@ -128,7 +142,7 @@ def pixtral_vision(merge: int, tokens: Callable[[Any, Mapping[str, Any], int, An
       merge: side of the square of patches that becomes one token, where `config.json` does not say it.
       tokens: as `Vision` has it.
     """
-    return Vision(pixtral_settings(merge), process_pixtral, tokens, _plan, fills=lambda config: {"images": 1})
+    return Vision(pixtral_settings(merge), process_pixtral, tokens, _plan, fills=packed_fills)
 
 
 def _entries(config: Mistral3Config, shapes: Shapes) -> list[TensorEntry]:
@@ -139,7 +153,7 @@ def _entries(config: Mistral3Config, shapes: Shapes) -> list[TensorEntry]:
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
-    module=functools.partial(TowerModel, PixtralTower),
+    module=functools.partial(TowerModel, PackedTower),
     entries=_entries,
     vision=pixtral_vision(2),
     model_type=MODEL_TYPE,

@@ -28,9 +28,9 @@ from ..inputs.sounds import process_whisper, whisper_settings
 from ..inputs.texts import texts_of
 from ..inputs.video_frames import FPS
 from ..inputs.videos import patch_settings, process_qwen2_videos
-from ..towers import qwen2_5, qwen3
+from ..towers.packed import PackedTower
 from ..towers.qwen_audio import FILLS, AudioConfig, Qwen3AudioTower, Qwen25AudioTower, plan_audio
-from ..towers.weights import QWEN2_5, QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries, qwen_vision_entries
+from ..towers.weights import QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries, qwen_vision_entries
 from .config_file import ConfigFile
 from .family import VIDEO_SOUNDS, Family, Medium, Shapes
 from .image_family import TowerModel
@@ -104,14 +104,8 @@ def _read_audio(raw: Table, dtype: str) -> AudioConfig:
 class OmniModel(TowerModel):
     """Vision tower, audio encoder and decoder with their parameters."""
 
-    def __init__(
-        self,
-        tower: Callable[[Any, nnx.Rngs], Any],
-        audio: Callable[[AudioConfig, nnx.Rngs], Any],
-        config: OmniConfig,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(tower, config, rngs)
+    def __init__(self, audio: Callable[[AudioConfig, nnx.Rngs], Any], config: OmniConfig, rngs: nnx.Rngs):
+        super().__init__(PackedTower, config, rngs)
         self.audio = audio(config.audio, rngs)
 
     def encode_audio(self, inputs: Float[Array, "C F M"], plan: Mapping[str, Array]) -> Float[Array, "one E D"]:
@@ -258,7 +252,7 @@ def by_time(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> B
 
 
 def _entries_2_5(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
-    vision = qwen_vision_entries(config.vision, QWEN2_5, "visual")
+    vision = qwen_vision_entries(config.vision, "visual")
     return decoder_entries(config.text) + vision + qwen_audio_entries(config.audio, "audio_tower")
 
 
@@ -284,10 +278,10 @@ FAMILIES = {
             "qwen2_5_omni",
             functools.partial(read_qwen2_5_tower, fused=False),
             padded=True,
-            module=functools.partial(OmniModel, qwen2_5.Qwen25VisionTower, Qwen25AudioTower),
+            module=functools.partial(OmniModel, Qwen25AudioTower),
             entries=_entries_2_5,
             positions=omni_positions(fractional=False),
-            vision=qwen_vision(qwen2_5.plan_patches, "windows", "frames"),
+            vision=qwen_vision(),
             video=video_medium(patch_settings(14, 128 * 28 * 28, 768 * 28 * 28), by_turns),
         ),
         *_families(
@@ -295,10 +289,10 @@ FAMILIES = {
             "qwen3_omni_moe",
             read_qwen3_tower,
             padded=False,
-            module=functools.partial(OmniModel, qwen3.Qwen3VisionTower, Qwen3AudioTower),
+            module=functools.partial(OmniModel, Qwen3AudioTower),
             entries=_entries_3,
             positions=omni_positions(fractional=True),
-            vision=qwen_vision(qwen3.plan_patches, "frames"),
+            vision=qwen_vision(),
             video=video_medium(patch_settings(16, 128 * 32 * 32, 768 * 32 * 32, halves=True), by_time),
         ),
     )

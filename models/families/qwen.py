@@ -12,9 +12,10 @@ from ..decoder.hf_config import need, read_axial_theta
 from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import Reader, process_images, processor
 from ..inputs.texts import texts_of
+from ..towers.packed import PackedConfig, plan_patches
 from .config_file import ConfigFile, FamilyConfig, one_size
 from .family import Run, Vision, pixels_of
-from .image_family import check_placeholders, check_width, grids_of
+from .image_family import check_placeholders, check_width, grids_of, packed_fills
 
 QWEN_IMAGES = processor("qwen2_vl.Qwen2VL")
 TOKENS = ("image_token", "video_token", "vision_start_token", "vision_end_token")
@@ -24,7 +25,7 @@ TOKENS = ("image_token", "video_token", "vision_start_token", "vision_end_token"
 class QwenConfig(FamilyConfig):
     """The whole backbone: both towers and the token ids that stand for images and videos."""
 
-    vision: Any
+    vision: PackedConfig
     image_token: int
     video_token: int
     vision_start_token: int
@@ -66,19 +67,11 @@ def model_reader(read_tower: Callable[[Mapping[str, Any], DecoderConfig], Any]) 
     return read
 
 
-def qwen_vision(
-    plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
-    *tables: str,
-    settings: Reader = QWEN_IMAGES,
-) -> Vision:
-    """Returns what a Qwen family does with images.
+def qwen_vision(settings: Reader = QWEN_IMAGES) -> Vision:
+    """Returns what a Qwen family does with images; `settings`: directory → how images become patches.
 
     Its plan is the tower's own plan of the grids, those of videos behind those of images, held against ids and pixels:
     it raises InputError for placeholders or patches that do not match the grids.
-
-    Args:
-      plan_patches: of the tower. tables: those of its index arrays that hold patch numbers.
-      settings: directory → how images become patches.
     """
 
     def plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
@@ -95,7 +88,7 @@ def qwen_vision(
     def tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
         return _run(config, config.image_token, arrays["image_grid_thw"][index])
 
-    return Vision(settings, process_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
+    return Vision(settings, process_images, tokens, plan, fills=packed_fills)
 
 
 def video_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:

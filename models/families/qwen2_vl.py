@@ -6,7 +6,7 @@ counts temporal patches in Qwen2-VL, seconds in Qwen2.5-VL.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
 from ..inputs.videos import patch_settings, process_qwen2_videos
-from ..towers import qwen2, qwen2_5
-from ..towers.weights import QWEN2, QWEN2_5, qwen_vision_entries
+from ..towers.packed import PackedConfig, PackedTower
+from ..towers.weights import qwen_vision_entries
 from .config_file import ConfigFile
 from .family import Family, Medium
 from .image_family import TowerModel
@@ -40,20 +40,23 @@ class Qwen25VLConfig(Qwen2VLConfig):
     tokens_per_second: int
 
 
-def read_qwen2_5_tower(
-    vision: Mapping[str, Any], text: DecoderConfig, fused: bool = True
-) -> qwen2_5.Qwen25VisionConfig:
+def read_qwen2_5_tower(vision: Mapping[str, Any], text: DecoderConfig, fused: bool = True) -> PackedConfig:
     """Reads the tower (also Qwen2.5-Omni's, whose query, key and value are not `fused`)."""
-    full = tuple(vision["fullatt_block_indexes"])
-    sizes = tower_sizes(vision, text)
-    return qwen2_5.Qwen25VisionConfig(**sizes, window=need(vision, "window_size"), full_layers=full, fused=fused)
+    return PackedConfig(
+        **tower_sizes(vision, text),
+        window=need(vision, "window_size"),
+        full_layers=tuple(vision["fullatt_block_indexes"]),
+        rms_norms=True,
+        gated=True,
+        fused=fused,
+    )
 
 
 def _read_2(file: ConfigFile) -> Qwen2VLConfig:
     text, vision = file.text(), file.part("vision_config")
     # `hidden_size` is the width that the merger gives, `embed_dim` the tower's own.
     own = {"width": vision["embed_dim"], "intermediate": int(vision["embed_dim"] * vision["mlp_ratio"])}
-    tower = qwen2.Qwen2VisionConfig(**tower_sizes(vision, text, "hidden_size") | own)
+    tower = PackedConfig(**tower_sizes(vision, text, "hidden_size") | own)
     return file.config(Qwen2VLConfig, text, vision=tower, **file.tokens(*TOKENS))
 
 
@@ -72,34 +75,23 @@ def _positions(config: Qwen2VLConfig, input_ids: np.ndarray, arrays: Mapping[str
     return get_rope_positions(input_ids, *grids, seconds, rule)
 
 
-_VIDEO = Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, video_written)
+def _family(architecture: str, model_type: str, read: Callable[[ConfigFile], Qwen2VLConfig]) -> Family:
+    return Family(
+        architecture=architecture,
+        read=read,
+        module=functools.partial(TowerModel, PackedTower),
+        entries=lambda config, _: decoder_entries(config.text) + qwen_vision_entries(config.vision, "visual"),
+        positions=_positions,
+        vision=qwen_vision(),
+        video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, video_written),
+        model_type=model_type,
+    )
+
+
 FAMILIES = {
     family.architecture: family
     for family in (
-        Family(
-            architecture="Qwen2VLForConditionalGeneration",
-            read=_read_2,
-            module=functools.partial(TowerModel, qwen2.Qwen2VisionTower),
-            entries=lambda config, _: (
-                decoder_entries(config.text) + qwen_vision_entries(config.vision, QWEN2, "visual")
-            ),
-            positions=_positions,
-            vision=qwen_vision(qwen2.plan_patches, "frames"),
-            video=_VIDEO,
-            model_type="qwen2_vl",
-        ),
-        Family(
-            architecture="Qwen2_5_VLForConditionalGeneration",
-            read=_read_2_5,
-            module=functools.partial(TowerModel, qwen2_5.Qwen25VisionTower),
-            entries=lambda config, _: [
-                *decoder_entries(config.text),
-                *qwen_vision_entries(config.vision, QWEN2_5, "visual"),
-            ],
-            positions=_positions,
-            vision=qwen_vision(qwen2_5.plan_patches, "windows", "frames"),
-            video=_VIDEO,
-            model_type="qwen2_5_vl",
-        ),
+        _family("Qwen2VLForConditionalGeneration", "qwen2_vl", _read_2),
+        _family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", _read_2_5),
     )
 }

@@ -15,7 +15,7 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.weights import FusedExperts, decoder_entries, expert_layout
 from ..inputs.videos import patch_settings, process_qwen3_videos
-from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
+from ..towers.packed import PackedConfig, PackedTower
 from ..towers.weights import qwen3_vision_entries
 from .family import Family, Medium, Shapes
 from .image_family import TowerModel
@@ -25,18 +25,27 @@ PREFIX = "model.language_model."
 VIDEO_SETTINGS = patch_settings(16, 128 * 32 * 32, 32 * 32 * 768, halves=True, fps=2)
 
 
-def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConfig:
+def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> PackedConfig:
     """Reads the tower (also Qwen3-Omni's).
 
     Raises:
-      ConfigError: a field that is missing, or more deepstack layers than the decoder has.
+      ConfigError: a field that is missing, positions that are no square, or more deepstack layers than the decoder has.
     """
     deepstack = tuple(vision.get("deepstack_visual_indexes") or ())
     # Features of the s-th are added behind language layer s.
     if len(deepstack) > text.layers:
         raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {text.layers}")
     places = need(vision, "num_position_embeddings")
-    return Qwen3VisionConfig(**tower_sizes(vision, text), positions=places, deepstack_layers=deepstack)
+    side = round(places**0.5)
+    if side**2 != places:
+        raise ConfigError(f"num_position_embeddings: got {places}; expected a square")
+    return PackedConfig(
+        **tower_sizes(vision, text),
+        patch_bias=True,
+        positions=side,
+        interpolation="bilinear",
+        deepstack_layers=deepstack,
+    )
 
 
 def _family(architecture: str, model_type: str, experts: FusedExperts) -> Family:
@@ -50,10 +59,10 @@ def _family(architecture: str, model_type: str, experts: FusedExperts) -> Family
     return Family(
         architecture=architecture,
         read=model_reader(read_qwen3_tower),
-        module=functools.partial(TowerModel, Qwen3VisionTower),
+        module=functools.partial(TowerModel, PackedTower),
         entries=entries,
         positions=frame_positions,
-        vision=qwen_vision(plan_patches, "frames"),
+        vision=qwen_vision(),
         video=Medium(VIDEO_SETTINGS, process_qwen3_videos, frame_tokens, video_written),
         model_type=model_type,
     )

@@ -123,7 +123,6 @@ def read_deepseek(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig
     return read_decoder(
         raw,
         rope,
-        attention="mla",
         attention_bias=bias,
         output_bias=bias,
         latent=read_latent(raw, rope, reads_pairs=not second and raw["rope_interleave"]),

@@ -5,7 +5,6 @@ Source of Kimi's: Moonshot's `tokenization_moonshot.py` (tiktoken's byte pairs i
 """
 
 import base64
-import binascii
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +128,13 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     Raises:
       ConfigError: a line of another form, ranks that are not 0, 1, 2, …, or a byte that no token stands for.
     """
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines()):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise ConfigError(
-                f"{path}: got line {number + 1}, {line[:40]!r}; expected a token in base64 and a rank"
-            ) from error
-
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ConfigError(
-            f"{path}: got {len(ranks)} tokens whose ranks are not 0 … {len(ranks) - 1}; expected each once"
-        )
-
+    try:
+        pairs = [line.split() for line in path.read_bytes().splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:  # base64's own error is one
+        raise ConfigError(f"{path}: got {error}; expected a token in base64 and a rank on each line") from error
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if absent:
-        raise ConfigError(f"{path}: got no token for the byte {absent[0]}; expected all 256")
+    if absent or sorted(ranks.values()) != list(range(len(ranks))):
+        found = f"no token for the byte {absent[0]}" if absent else "others"
+        raise ConfigError(f"{path}: got {found}; expected all 256 bytes, and ranks from 0 to {len(ranks) - 1}")
     return ranks

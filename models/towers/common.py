@@ -1,4 +1,4 @@
-"""What the plain vision towers share: layer norm, MLP, a transformer block, attention in segments, table positions.
+"""What the vision towers share: layer norm, MLP, a transformer block, attention in segments, table positions.
 
 Index arrays and interpolation weights are made on the host with NumPy, so that another image of the same size never
 recompiles. Axis letters: P packed patches, Y segments, Z patches per segment (padded), E merged tokens, D tower width.
@@ -24,6 +24,7 @@ from ..decoder.layers import (
     ACTIVATIONS,
     BLOCK_TOKENS,
     TABLE_SCALE,
+    GatedMLP,
     Linear,
     RMSNorm,
     check_activation,
@@ -76,8 +77,9 @@ class BlockConfig:
     """Sizes and switches of a tower's transformer block.
 
     `fused` keeps query, key and value in one matrix, as the file has it; `layer_scale` multiplies both updates by a
-    learned vector (InternViT); `key_bias` False leaves out the keys' alone (Whisper). InternViT-6B has `rms_norms` and,
-    with `qk_norm`, RMS norms over the whole width of query and key.
+    learned vector (InternViT); `key_bias` False leaves out the keys' alone (Whisper), `bias` False those of the other
+    maps. InternViT-6B has `rms_norms` and, with `qk_norm`, RMS norms over the whole width of query and key. `gated`
+    makes the MLP a gated one (Qwen2.5-VL, GLM-4V, Pixtral).
     """
 
     width: int
@@ -89,16 +91,14 @@ class BlockConfig:
     layer_scale: bool = False
     qkv_bias: bool = True
     key_bias: bool = True
+    bias: bool = True
     rms_norms: bool = False
     qk_norm: bool = False
+    gated: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.fused and self.qk_norm:
-            raise ConfigError("vision block: got norms of query and key in one matrix; expected them in two")
         check_activation(self.activation, "tower's hidden_act")
-        if self.width % self.heads:
-            raise ConfigError(f"vision width: got {self.width}; expected a multiple of its {self.heads} heads")
 
 
 def project_fused(qkv: Linear, x: Float[Array, "*lead D"], heads: int) -> tuple[Array, Array, Array]:
@@ -148,7 +148,7 @@ class PlainMLP(nnx.Module):
 
 
 class PlainBlock(nnx.Module):
-    """Pre-norm attention and MLP (or, with `lead=(depth,)`, a stack of them to scan over)."""
+    """Pre-norm attention and MLP, plain or gated (or, with `lead=(depth,)`, a stack of them to scan over)."""
 
     def __init__(self, config: BlockConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = ()):
         dtype, width = jnp.dtype(config.dtype), config.width
@@ -170,9 +170,11 @@ class PlainBlock(nnx.Module):
 
         self.query_norm, self.key_norm = qk_norm(), qk_norm()
 
-        self.output = Linear(width, width, bias=True, **linear)
+        self.output = Linear(width, width, bias=config.bias, **linear)
         self.mlp_norm = Norm(width, **norm)
-        self.mlp = PlainMLP(width, config.intermediate, width, activation=config.activation, **linear)
+        mlp = {"activation": config.activation, "bias": config.bias, **linear}
+        inner = config.intermediate
+        self.mlp = GatedMLP(width, inner, **mlp) if config.gated else PlainMLP(width, inner, width, **mlp)
 
         def scale():
             return nnx.Param(jnp.ones((*lead, width), dtype)) if config.layer_scale else None
@@ -368,19 +370,26 @@ def add_positions(
 
 
 def axial_tables(
-    first: Int[Array, " P"], second: Int[Array, " P"], head_dim: int, theta: float, *, alternate: bool
+    first: Int[Array, " P"],
+    second: Int[Array, " P"],
+    head_dim: int,
+    theta: float,
+    order: Literal["axes", "turns", "pairs", "between"] = "axes",
 ) -> tuple[Float[Array, "P R"], Float[Array, "P R"]]:
     """Computes cosines and sines of two-dimensional rotary positions, head_dim/4 frequencies per axis.
 
-    The axes' frequencies stand one after the other (Qwen3-VL), or take turns, `first` first (MoonViT).
+    The axes' frequencies stand one after the other ("axes", Qwen3-VL), or take turns, `first` first ("turns", "pairs",
+    MoonViT). They are the same for both, but for "between" (Pixtral), where `second` has those between the first's.
     """
     # In float32 from the first step, as torch makes them: the goldens' angles carry these roundings.
     quarter = head_dim // 4
-    exponents = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
-    frequencies = np.float32(1) / np.float32(theta) ** exponents
-    angles = jnp.stack([place[:, None].astype(jnp.float32) * frequencies for place in (first, second)], axis=1)
-    angles = (jnp.swapaxes(angles, 1, 2) if alternate else angles).reshape(-1, 2 * quarter)
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = []
+    for number, place in enumerate((first, second)):
+        offset = np.float32(number * (order == "between"))
+        exponents = (np.arange(0, head_dim // 2, 2, dtype=np.float32) + offset) / np.float32(head_dim // 2)
+        angles.append(place[:, None].astype(jnp.float32) * (np.float32(1) / np.float32(theta) ** exponents))
+    joined = jnp.stack(angles, axis=2 if order in ("turns", "pairs") else 1).reshape(-1, 2 * quarter)
+    return jnp.cos(joined), jnp.sin(joined)
 
 
 def place_features(

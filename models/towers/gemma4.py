@@ -177,7 +177,7 @@ class Gemma4VisionTower(nnx.Module):
         dtype = jnp.dtype(config.dtype)
         hidden = self.patch_embedding((2 * (pixel_values.astype(jnp.float32) - 0.5)).astype(dtype))
         hidden = hidden + (table[0][columns] + table[1][rows])
-        tables = axial_tables(columns, rows, config.head_dim, config.theta, alternate=False)
+        tables = axial_tables(columns, rows, config.head_dim, config.theta)
 
         def step(block: Gemma4VisionBlock, hidden: Array) -> Array:
             return block.attend(hidden, tables, images)

@@ -7,10 +7,7 @@ configuration has.
 from collections.abc import Mapping
 
 from ..checkpoints import ParamPath, TensorEntry, module_entries
-from .moonvit import MoonViTConfig
-from .qwen2 import Qwen2VisionConfig
-from .qwen2_5 import Qwen25VisionConfig
-from .qwen3 import Qwen3VisionConfig
+from .packed import PackedConfig
 from .qwen_audio import AudioConfig
 from .vit import ViTConfig
 
@@ -56,20 +53,27 @@ _INTERN = _attention("attention", "projection_layer") | {
     "mlp.inner": "mlp.fc1",
     "mlp.outer": "mlp.fc2",
 }
-GATED = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-
-QWEN2 = blocks("blocks", TIMM) | {
-    "merger_norm": "merger.ln_q",
-    "merger.inner": "merger.mlp.0",
-    "merger.outer": "merger.mlp.2",
+_GATED = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+QWEN2 = blocks("blocks", TIMM | _GATED | {part: f"attn.{part[0]}" for part in ("query", "key", "value")}) | {
+    "merger.norm": "merger.ln_q",
+    "merger.mlp.inner": "merger.mlp.0",
+    "merger.mlp.outer": "merger.mlp.2",
 }
-QWEN2_5 = {"merger_norm": "merger.ln_q", "merger_in": "merger.mlp.0", "merger_out": "merger.mlp.2"} | blocks(
-    "blocks",
-    {"attention_norm": "norm1", "mlp_norm": "norm2", "qkv": "attn.qkv", "output": "attn.proj"}
-    | {part: f"attn.{part[0]}" for part in ("query", "key", "value")}
-    | GATED,
-)
+"""Qwen2-VL's and Qwen2.5-VL's, and Qwen2.5-Omni's, which has three matrices for query, key and value."""
 QWEN3 = blocks("blocks", TIMM | {"mlp.inner": "mlp.linear_fc1", "mlp.outer": "mlp.linear_fc2"})
+GLM4V = blocks("blocks", TIMM | _GATED) | {
+    "embedding_norm": "post_conv_layernorm",
+    "final_norm": "post_layernorm",
+    "merger.project": "merger.proj",
+    "merger.norm": "merger.post_projection_norm",
+    **{f"merger.mlp.{part}": f"merger.{part}_proj" for part in ("gate", "up", "down")},
+}
+PIXTRAL = {"embedding_norm": "ln_pre"} | blocks(
+    "transformer.layers",
+    {f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+    | _attention("attention", "o_proj")
+    | {"attention_norm": "attention_norm", "mlp_norm": "ffn_norm"},
+)
 CLIP = {"pre_norm": "pre_layrnorm", "final_norm": "post_layernorm"} | blocks("encoder.layers", _CLIP)
 """CLIP (`pre_layrnorm` as the files spell it) and SigLIP."""
 INTERN_VIT = blocks("encoder.layer", _INTERN)
@@ -103,14 +107,36 @@ def patch_entries(name: str, path: ParamPath, *shape: int) -> list[TensorEntry]:
 
 
 def qwen_vision_entries(
-    config: Qwen2VisionConfig | Qwen25VisionConfig | Qwen3VisionConfig,
-    names: Mapping[str, str],
-    prefix: str,
-    path: ParamPath = VISUAL,
+    config: PackedConfig, prefix: str, names: Mapping[str, str] = QWEN2, path: ParamPath = VISUAL
 ) -> list[TensorEntry]:
     """Maps the tower of a Qwen family (`names` is its table) and its merger."""
     shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
     return patch_entries(f"{prefix}.patch_embed.proj", path, *shape) + module_entries(prefix, path, names)
+
+
+def glm4v_vision_entries(config: PackedConfig, prefix: str) -> list[TensorEntry]:
+    """Maps GLM-4V's tower with its merger."""
+    square = (config.output_width, config.width, config.merge, config.merge)
+    joined, place = f"{prefix}.downsample", (*VISUAL, "merger", "joined")
+    return [
+        *qwen_vision_entries(config, prefix, GLM4V),
+        TensorEntry(f"{prefix}.embeddings.position_embedding.weight", (*VISUAL, "position_embedding")),
+        # [out, in, row, column] to [row · column · in, out]
+        TensorEntry(f"{joined}.weight", (*place, "kernel"), CONVOLUTION, file_shape=square),
+        TensorEntry(f"{joined}.bias", (*place, "bias")),
+    ]
+
+
+def pixtral_entries(config: PackedConfig, prefix: str, glue: str) -> list[TensorEntry]:
+    """Maps Pixtral's tower and its projector, `glue`."""
+    shape = (config.width, config.channels, config.patch, config.patch)
+    merger = (*VISUAL, "merger")
+    return [
+        *patch_entries(f"{prefix}.patch_conv", VISUAL, *shape),
+        *module_entries(prefix, VISUAL, PIXTRAL),
+        *projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", f"{glue}.norm", merger),
+        *module_entries(glue, merger, {"joined": "patch_merger.merging_layer"}),
+    ]
 
 
 QWEN3_VL_MERGERS = ("deepstack_merger_list", "norm", "linear_fc1", "linear_fc2")
@@ -118,10 +144,7 @@ QWEN3_OMNI_MERGERS = ("merger_list", "ln_q", "mlp.0", "mlp.2")
 
 
 def qwen3_vision_entries(
-    config: Qwen3VisionConfig,
-    prefix: str,
-    path: ParamPath = VISUAL,
-    mergers: tuple[str, str, str, str] = QWEN3_VL_MERGERS,
+    config: PackedConfig, prefix: str, mergers: tuple[str, str, str, str] = QWEN3_VL_MERGERS
 ) -> list[TensorEntry]:
     """Maps Qwen3-VL's tower with its main and deepstack mergers.
 
@@ -129,10 +152,10 @@ def qwen3_vision_entries(
     """
     deepstack, *parts = mergers
     names = dict(QWEN3)
-    for theirs, ours in zip(parts, ("_norm", ".inner", ".outer"), strict=True):
-        names |= {f"merger{ours}": f"merger.{theirs}", f"deepstack{ours}": f"{deepstack}.{{layer}}.{theirs}"}
-    table = TensorEntry(f"{prefix}.pos_embed.weight", (*path, "position_embedding"))
-    return [*qwen_vision_entries(config, names, prefix, path), table]
+    for theirs, ours in zip(parts, ("norm", "mlp.inner", "mlp.outer"), strict=True):
+        names |= {f"merger.{ours}": f"merger.{theirs}", f"deepstack.{ours}": f"{deepstack}.{{layer}}.{theirs}"}
+    table = TensorEntry(f"{prefix}.pos_embed.weight", (*VISUAL, "position_embedding"))
+    return [*qwen_vision_entries(config, prefix, names), table]
 
 
 def vit_entries(
@@ -166,7 +189,7 @@ def intern_vit_entries(config: ViTConfig, prefix: str, path: ParamPath = VISUAL)
 
 
 def moonvit_entries(
-    config: MoonViTConfig, prefix: str, projector: tuple[str, str, str], released: bool, path: ParamPath = VISUAL
+    config: PackedConfig, prefix: str, projector: tuple[str, str, str], released: bool
 ) -> list[TensorEntry]:
     """Maps MoonViT and its projector, in the authors' names or (`released` False) in transformers'.
 
@@ -177,10 +200,10 @@ def moonvit_entries(
     name = "pos_emb.weight" if released else "pos_emb.position_embeddings"
     shape = (config.width, config.channels, config.patch, config.patch)
     return [
-        *patch_entries(f"{prefix}.patch_embed.proj", path, *shape),
-        *module_entries(prefix, path, MOONVIT_RELEASED if released else MOONVIT),
-        TensorEntry(f"{prefix}.patch_embed.{name}", (*path, "position_embedding"), file_shape=table),
-        *module_entries(glue, path, {"merger_norm": "pre_norm", "merger.inner": inner, "merger.outer": outer}),
+        *patch_entries(f"{prefix}.patch_embed.proj", VISUAL, *shape),
+        *module_entries(prefix, VISUAL, MOONVIT_RELEASED if released else MOONVIT),
+        TensorEntry(f"{prefix}.patch_embed.{name}", (*VISUAL, "position_embedding"), file_shape=table),
+        *projector_entries(f"{glue}.{inner}", f"{glue}.{outer}", f"{glue}.pre_norm", (*VISUAL, "merger")),
     ]
 
 

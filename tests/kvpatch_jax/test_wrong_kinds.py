@@ -241,7 +241,7 @@ def test_every_call_of_a_model_refuses_what_it_does_not_take(backbone):
     }
     made = [value for value in WRONG if value not in (5, True, (1, 2), None)]  # what is a number here makes a program
     calls = {
-        "prepare": (backbone.prepare, {"items": [[1]], "second_per_grid_ts": None}),
+        "prepare": (backbone.prepare, {"items": [[1]]}),
         "chat": (backbone.chat, {"messages": []}),
         "content": (lambda content: backbone.chat([{"role": "user", "content": content}]), {"content": "x"}),
         "text": (backbone.text, {"token_ids": [1]}),

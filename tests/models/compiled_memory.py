@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +15,14 @@ from kvpatch_jax.core import Paged
 from kvpatch_jax.models.attention import using
 from kvpatch_jax.models.decoding import Forward
 from kvpatch_jax.models.families.family import abstract, placeholders
-from kvpatch_jax.models.towers import moonvit, qwen2_5, qwen3
+from kvpatch_jax.models.towers.packed import plan_patches
 from tests.models.released_configs import RELEASED
 
 GIB = 2**30
 TWELVE_MEGAPIXELS = (214, 286)
 """Rows and columns of patches of 14 pixels: 2996 × 4004 pixels, 61 204 patches."""
-PLANS: Mapping[str, Callable[..., dict[str, np.ndarray]]] = {
-    "Qwen/Qwen2.5-VL-7B-Instruct": qwen2_5.plan_patches,
-    "Qwen/Qwen3-VL-8B-Instruct": qwen3.plan_patches,
-    "moonshotai/Kimi-VL-A3B-Instruct": moonvit.plan_patches,
-}
-"""Towers at native resolution, and what makes their index arrays."""
+NATIVE = ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "moonshotai/Kimi-VL-A3B-Instruct")
+"""Towers at native resolution."""
 
 
 class Program(NamedTuple):
@@ -98,7 +94,7 @@ def paged_programs(keys: int, pool_slots: int, *, layers: int, page_size: int = 
 def tower_program(name: str, grid: tuple[int, int], implementation: tuple[str, ...] = ()) -> Program:
     """The tower and projector of a model over one image of this grid of patches."""
     config, forward = forward_of(name, None)
-    plan = PLANS[name](config.vision, np.array([[1, *grid]]))
+    plan = plan_patches(config.vision, np.array([[1, *grid]]))
     arrays = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in plan.items()}
 
     def run(state: Any, pixels: Any, plan: Any) -> Any:

@@ -28,7 +28,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PARTS, to_engine
 from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.models import FAMILIES, ModelBackbone, load, save
-from kvpatch_jax.models.checkpoints import SafetensorsSource, StoredTensor, flatten_params, reading, tensor_shapes
+from kvpatch_jax.models.checkpoints import SafetensorsSource, flatten_params, tensor_shapes
 from kvpatch_jax.models.decoder.config import ExpertConfig
 from kvpatch_jax.models.decoder.moe import Experts
 from kvpatch_jax.models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
@@ -221,11 +221,12 @@ def memory(directory: Path) -> dict[str, Any]:
     """Host memory while a model is loaded onto devices that keep copies of their own, as accelerators do."""
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 32}
     write_changed(directory, **{**EIGHT, **sizes})
-    fill, put, asked = reading.fill, jax.device_put, []
+    read, put, asked = SafetensorsSource.read, jax.device_put, []
 
-    def counted(stored: StoredTensor, spans: Any, out: np.ndarray, look: Any) -> None:
-        fill(stored, spans, out, look)
-        asked.append(out.size * stored.dtype.itemsize)
+    def counted(*given: Any) -> np.ndarray:
+        value = read(*given)
+        asked.append(value.nbytes)
+        return value
 
     def copied(value: Any, device: Any) -> jax.Array:
         """Copies, as an accelerator does; a CPU takes an aligned host array as it stands, whatever `may_alias` says."""
@@ -236,11 +237,11 @@ def memory(directory: Path) -> dict[str, Any]:
 
     jax.device_put = copied
     load(directory, mesh=line_of(8))  # what Python and JAX keep from a first time is not counted
-    reading.fill = counted
+    SafetensorsSource.read = counted
     tracemalloc.start()
     leaves = flatten_params(load(directory, mesh=line_of(8)).parameters).values()
     peak = tracemalloc.get_traced_memory()[1]
-    reading.fill, jax.device_put = fill, put
+    SafetensorsSource.read, jax.device_put = read, put
     return {
         "peak": peak,
         "read": sum(asked),

@@ -106,7 +106,7 @@ def test_experts_equal_a_loop_over_tokens():
 def test_latent_attention_in_absorbed_form_equals_expanded_heads():
     """From DeepSeek-V2's equations: every head's own key [plain | turned] and value, made from the latent."""
     latent = LatentConfig(latent=12, rope_dim=4, plain_dim=6, value_dim=5, query_rank=7, scale_factor=1.3)
-    config = dataclasses.replace(CONFIG, attention="mla", latent=latent, rope=Rope(100.0, 4))
+    config = dataclasses.replace(CONFIG, latent=latent, rope=Rope(100.0, 4))
     attention = drawn(lambda: LatentAttention(config, nnx.Rngs(0), (), jnp.dtype("float32")))
     mask = jnp.tril(jnp.ones((5, 5), bool))[None, None].repeat(2, 0)
 
@@ -180,8 +180,6 @@ def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention": "linear_attention"}, "attention: got 'linear_attention'"),
-        ({"attention": "mla"}, "expected both for 'mla'"),
         ({"kv_heads": 3}, "expected a multiple of the 3 KV heads"),
         ({"activation": "mish"}, "hidden_act: got 'mish'"),
     ],

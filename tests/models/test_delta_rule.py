@@ -14,12 +14,9 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.core import fold
-from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.models.decoder.delta_rule import RuleOutput, delta_rule
 
 HEADS, KEY, VALUE = 2, 8, 6
-FORMS = [(False, True), (True, True), (False, False), (True, False)]
-"""Whether each channel has a decay of its own, and whether what is written is corrected."""
 
 
 class Drawn(NamedTuple):
@@ -29,15 +26,13 @@ class Drawn(NamedTuple):
     key: np.ndarray
     value: np.ndarray
     log_decay: np.ndarray
-    beta: np.ndarray | None
+    beta: np.ndarray
 
 
 def drawn(
     rng: np.random.Generator,
     batch: int,
     tokens: int,
-    per_channel: bool = False,
-    corrected: bool = True,
     decays: tuple[float, float] = (-6, 1.4),
 ) -> Drawn:
     """Draws tokens; the log decay of each is −10ᵘ, u within `decays`."""
@@ -47,8 +42,8 @@ def drawn(
         x = rng.normal(size=(*leading, width))
         return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
 
-    rate = -(10.0 ** rng.uniform(*decays, size=(*leading, KEY) if per_channel else leading))
-    beta = rng.uniform(0.01, 1, size=leading).astype(np.float32) if corrected else None
+    rate = -(10.0 ** rng.uniform(*decays, size=leading))
+    beta = rng.uniform(0.01, 1, size=leading).astype(np.float32)
     value = rng.normal(size=(*leading, VALUE)).astype(np.float32)
     return Drawn(unit(KEY), unit(KEY), value, rate.astype(np.float32), beta)
 
@@ -62,12 +57,9 @@ def by_token(inputs: Drawn, state: np.ndarray | None = None, counted: np.ndarray
     own, matrix = np.zeros_like(after), np.broadcast_to(np.eye(width), (batch, HEADS, width, width))
     output = np.zeros((batch, tokens, HEADS, columns))
     for t in range(tokens):
-        decay = np.exp(rate[:, t])[..., None] if rate.ndim == 4 else np.exp(rate[:, t])[..., None, None]
-        k, step = key[:, t, :, :, None], np.eye(width) * decay
-        strength = np.ones((batch, HEADS, 1, 1))
-        if inputs.beta is not None:
-            strength = inputs.beta[:, t, :, None, None].astype(np.float64)
-            step = step - strength * k @ (k.swapaxes(-1, -2) @ step)
+        k, step = key[:, t, :, :, None], np.eye(width) * np.exp(rate[:, t])[..., None, None]
+        strength = inputs.beta[:, t, :, None, None].astype(np.float64)
+        step = step - strength * k @ (k.swapaxes(-1, -2) @ step)
         written = strength * k @ value[:, t, :, None]
         if counted is not None:
             there = counted[:, t, None, None, None]
@@ -78,14 +70,6 @@ def by_token(inputs: Drawn, state: np.ndarray | None = None, counted: np.ndarray
     return {"output": output} | {name: array.swapaxes(1, 2) for name, array in back.items()}
 
 
-def matrix_of(map_: Any) -> np.ndarray:
-    """A map of any form as the matrix [B, Dk, K, Dk] that it stands for."""
-    map_ = np.asarray(map_)
-    if map_.shape[-1] != 1:
-        return map_
-    return np.broadcast_to(map_, (map_.shape[0], KEY, *map_.shape[2:])) * np.eye(KEY)[:, None]
-
-
 def difference(got: Any, expected: Any) -> float:
     """The norm of what differs by the norm of what was expected, of the worst head of [..., R, K, W]."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
@@ -93,16 +77,13 @@ def difference(got: Any, expected: Any) -> float:
     return float((np.linalg.norm(got - expected, axis=(-3, -1)) / np.maximum(norms, 1e-30)).max())
 
 
-rule = jax.jit(delta_rule, static_argnames=("block", "with_map"))
+rule = jax.jit(delta_rule, static_argnames=("with_map",))
 
 
-@pytest.mark.parametrize(
-    ("per_channel", "corrected"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
-)
-def test_blocks_equal_the_rule_as_it_is_written(per_channel: bool, corrected: bool):
+def test_blocks_equal_the_rule_as_it_is_written():
     """150 tokens are two blocks and some of a third; the state in front is large, and seen by no B."""
     rng = np.random.default_rng(0)
-    inputs = drawn(rng, 2, 150, per_channel, corrected)
+    inputs = drawn(rng, 2, 150)
     state = 30 * rng.normal(size=(2, KEY, HEADS, VALUE)).astype(np.float32)
     counted = rng.uniform(size=(2, 150)) < 0.8
     got = rule(*inputs, state, counted=counted)
@@ -110,34 +91,30 @@ def test_blocks_equal_the_rule_as_it_is_written(per_channel: bool, corrected: bo
     assert difference(np.where(counted[..., None, None], got.output, expected["output"]), expected["output"]) < 2e-6
     assert difference(got.state, expected["state"]) < 2e-6
     assert difference(got.after, expected["after"]) < 2e-6
-    assert np.abs(matrix_of(got.map) - expected["map"]).max() < 2e-6
-    assert got.map is not None
-    assert got.map.shape == (2, *((KEY, HEADS, KEY) if corrected else (KEY if per_channel else 1, HEADS, 1)))
+    assert np.abs(np.asarray(got.map) - expected["map"]).max() < 2e-6
 
 
-@pytest.mark.parametrize(("per_channel", "corrected"), FORMS)
-def test_tokens_one_by_one_equal_all_at_once(per_channel: bool, corrected: bool):
+def test_tokens_one_by_one_equal_all_at_once():
     """As an answer is decoded: each token behind the state that the last one left."""
     rng = np.random.default_rng(1)
-    inputs = drawn(rng, 2, 5, per_channel, corrected, (-3, 0))
+    inputs = drawn(rng, 2, 5, (-3, 0))
     state = rng.normal(size=(2, KEY, HEADS, VALUE)).astype(np.float32)
     expected, held, maps = by_token(inputs, state), jnp.asarray(state), np.eye(KEY)
     for t in range(5):
-        got = rule(*(None if array is None else array[:, t : t + 1] for array in inputs), held)
+        got = rule(*(array[:, t : t + 1] for array in inputs), held)
         assert difference(got.output[:, 0, None], expected["output"][:, t, None]) < 1e-6
-        assert difference(got.after, got.state + np.einsum("bikj,bjkv->bikv", matrix_of(got.map), held)) < 1e-6
+        assert difference(got.after, got.state + np.einsum("bikj,bjkv->bikv", np.asarray(got.map), held)) < 1e-6
         held = got.after
-        maps = np.einsum("bikj,bkjl->bkil", matrix_of(got.map), np.broadcast_to(maps, (2, HEADS, KEY, KEY)))
+        maps = np.einsum("bikj,bkjl->bkil", np.asarray(got.map), np.broadcast_to(maps, (2, HEADS, KEY, KEY)))
     assert difference(held, expected["after"]) < 1e-6
     assert difference(maps.swapaxes(1, 2), expected["map"]) < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_weak_decays_behind_strong_ones_stay_exact(per_channel: bool):
+def test_weak_decays_behind_strong_ones_stay_exact():
     """Differences of two sums of log decays would be off by 1e-4 here."""
     rng = np.random.default_rng(2)
-    inputs = drawn(rng, 1, 64, per_channel, decays=(-3, -2))
+    inputs = drawn(rng, 1, 64, decays=(-3, -2))
     inputs.log_decay[:, :40] = -30
     got, expected = rule(*inputs), by_token(inputs)
     assert difference(got.output[0, :, None], expected["output"][0, :, None]) < 5e-6
@@ -151,7 +128,6 @@ def test_keys_alike_stay_exact():
     rng = np.random.default_rng(3)
     inputs = drawn(rng, 1, 64, decays=(-6, -5))
     inputs.key[:] = inputs.key[:, :1]
-    assert inputs.beta is not None
     inputs.beta[:] = 0.99
     got, expected = rule(*inputs), by_token(inputs)
     assert difference(got.output[0, :, None], expected["output"][0, :, None]) < 5e-6
@@ -166,11 +142,7 @@ def test_padding_changes_nothing_bit_by_bit():
     state = rng.normal(size=(2, KEY, HEADS, VALUE)).astype(np.float32)
     counted = rng.uniform(size=(2, 150)) < 0.7
     counted[1] = False
-    spoilt = [
-        np.where(counted.reshape(2, 150, *[1] * (array.ndim - 2)), array, np.nan)
-        for array in inputs
-        if array is not None
-    ]
+    spoilt = [np.where(counted.reshape(2, 150, *[1] * (array.ndim - 2)), array, np.nan) for array in inputs]
     first, second = rule(*inputs, state, counted=counted), rule(*spoilt, state, counted=counted)
     for name in ("map", "state", "after"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
@@ -178,7 +150,7 @@ def test_padding_changes_nothing_bit_by_bit():
     assert np.isfinite(second.output[counted]).all()
     np.testing.assert_array_equal(first.after[1], state[1])
     np.testing.assert_array_equal(first.state[1], 0)
-    np.testing.assert_array_equal(matrix_of(first.map)[1], np.broadcast_to(np.eye(KEY)[:, None], (KEY, HEADS, KEY)))
+    np.testing.assert_array_equal(np.asarray(first.map)[1], np.broadcast_to(np.eye(KEY)[:, None], (KEY, HEADS, KEY)))
 
 
 def test_what_is_not_asked_for_is_not_there():
@@ -211,40 +183,36 @@ def whole_of(inputs: Drawn, counted: jax.Array, order: jax.Array) -> dict[str, j
     return {"map": got.map[0], "state": got.state[0]}  # pyright: ignore[reportOptionalSubscript]
 
 
-def check_window(seed: int, lengths: list[int], room: int, low: float, high: float, per_channel: bool, corrected: bool):
+def check_window(seed: int, lengths: list[int], room: int, low: float, high: float):
     """One window: transitions composed in a drawn order, and the rule over all of it, against the oracle."""
     rng = np.random.default_rng(seed)
     count = len(lengths)
-    inputs = drawn(rng, count, room, per_channel, corrected, (min(low, high), max(low, high)))
+    inputs = drawn(rng, count, room, (min(low, high), max(low, high)))
     counted = np.arange(room) < np.array(lengths)[:, None]
     order = rng.permutation(count)
     expected = by_token(jax.tree.map(lambda array: array[order][counted[order]][None], inputs))
     for got in (transitions_of(inputs, counted, order), whole_of(inputs, counted, order)):
         assert difference(got["state"], expected["state"][0]) < 1e-5
-        assert np.abs(matrix_of(got["map"][None]) - expected["map"]).max() < 1e-5
+        assert np.abs(np.asarray(got["map"][None]) - expected["map"]).max() < 1e-5
 
 
 decays = st.floats(-6, 1.477)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("per_channel", "corrected"), FORMS[:2])
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(
     seed=st.integers(0, 2**31), lengths=st.lists(st.integers(1, 300), min_size=3, max_size=3), low=decays, high=decays
 )
-def test_windows_compose_to_the_whole(
-    seed: int, lengths: list[int], low: float, high: float, per_channel: bool, corrected: bool
-):
-    check_window(seed, lengths, 320, low, high, per_channel, corrected)
+def test_windows_compose_to_the_whole(seed: int, lengths: list[int], low: float, high: float):
+    check_window(seed, lengths, 320, low, high)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_gradients_compose_to_the_whole(per_channel: bool):
+def test_gradients_compose_to_the_whole():
     """Of a scalar of the composed state, against the whole's, and both against differences of the oracle's values."""
     rng = np.random.default_rng(6)
-    inputs = drawn(rng, 3, 70, per_channel, decays=(-3, 0))
+    inputs = drawn(rng, 3, 70, decays=(-3, 0))
     counted, order = np.arange(70) < np.array([[70], [33], [1]]), np.array([2, 0, 1])
     weight = rng.normal(size=(KEY, HEADS, VALUE)).astype(np.float32)
 
@@ -281,15 +249,14 @@ def test_rows_of_a_vmap_are_rows_of_a_batch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_memory_grows_with_tokens_alone(per_channel: bool):
+def test_memory_grows_with_tokens_alone():
     """At a layer of Qwen3.5-9B, 32 heads of 128 · 128, forwards and backwards: nothing of [T, T]."""
 
     def compiled(tokens: int, backwards: bool) -> int:
         shape = jax.ShapeDtypeStruct
         heads = (1, tokens, 32)
-        arrays = [shape((*heads, 128), jnp.float32)] * (4 if per_channel else 3)
-        arrays += [shape(heads, jnp.float32)] * (1 if per_channel else 2)
+        arrays = [shape((*heads, 128), jnp.float32)] * 3
+        arrays += [shape(heads, jnp.float32)] * 2
         run = lambda *arrays: delta_rule(*arrays)
         total = lambda *arrays: sum(part.sum() for part in delta_rule(*arrays) if part is not None)
         program = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4)) if backwards else run)
@@ -297,28 +264,6 @@ def test_memory_grows_with_tokens_alone(per_channel: bool):
 
     for backwards in (False, True):
         short, long = compiled(1024, backwards), compiled(4096, backwards)
-        print(f"per channel {per_channel}, backwards {backwards}: {short / 2**20:.0f} and {long / 2**20:.0f} MiB")
         assert long < 4.2 * short
         inputs = 4096 * 32 * 128 * 4 * 4
         assert long < (8 if backwards else 3) * inputs
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_inputs_that_do_not_fit_are_refused():
-    inputs = drawn(np.random.default_rng(8), 2, 5)
-    state = np.zeros((2, KEY, HEADS, VALUE), np.float32)
-    for wrong, message in [
-        (inputs._replace(query=inputs.query[..., :4]), "query"),
-        (inputs._replace(value=inputs.value[:, :4]), "value"),
-        (inputs._replace(log_decay=inputs.log_decay[..., :1]), "log_decay"),
-        (inputs._replace(beta=inputs.query), "beta"),
-        (jax.tree.map(lambda array: array[:, :0], inputs), "of tokens"),
-    ]:
-        with pytest.raises(ShapeError, match=message):
-            delta_rule(*wrong)
-    with pytest.raises(ShapeError, match="state"):
-        delta_rule(*inputs, state[:, :, :1])
-    with pytest.raises(ShapeError, match="counted"):
-        delta_rule(*inputs, counted=np.ones((2, 4), bool))
-    with pytest.raises(InputError, match="power of two"):
-        delta_rule(*inputs, block=48)

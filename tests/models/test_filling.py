@@ -60,7 +60,10 @@ def test_any_region_in_any_order_and_type_is_numpys_own(root, data):
     out = np.zeros(expected.shape, jnp.dtype(wanted))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filling, "PIECE", data.draw(st.sampled_from([1, 24, 100, 1 << 20])))
-        filling.fill(source.stored("tensor"), spans, out.transpose(np.argsort(order)))
+        for piece in filling.pieces(spans, values.dtype.itemsize, data.draw(st.booleans())):
+            place = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(piece, spans, strict=True))
+            part = source.read("tensor", tuple(slice(*span) for span in piece))
+            filling.convert(part, out.transpose(np.argsort(order))[(*place, ...)])
         region = tuple(slice(*span) for span in spans)
         assert np.array_equal(source.read("tensor", region), values[region])
     assert out.tobytes() == np.ascontiguousarray(expected).tobytes()
@@ -147,7 +150,7 @@ class Computed:
         self.origin, self._values = "computed", tensors
         self.tensors = {name: TensorInfo(value.shape, "F32") for name, value in tensors.items()}
 
-    def read(self, name: str, region: tuple[slice, ...] | None = None) -> np.ndarray:
+    def read(self, name: str, region: tuple[slice, ...] | None = None, out: np.ndarray | None = None) -> np.ndarray:
         return self._values[name].astype(np.float32)[() if region is None else region]
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from kvpatch_jax.core import Scaling
 from kvpatch_jax.errors import ConfigError, InputError, MissingExtraError, WeightsError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.checkpoints import GgufConversion, TensorSource, flatten_params
+from kvpatch_jax.models.checkpoints import GgufFile, TensorSource, flatten_params
 from kvpatch_jax.models.inputs.gguf_tokenizer import gguf_tokenizer
 from tests.models.gguf_files import (
     HEAD,
@@ -44,7 +44,7 @@ HF: dict[str, dict[str, Any]] = {
 
 
 def open_gguf(path: Path) -> TensorSource:
-    return GgufConversion(path).source()
+    return GgufFile(path)
 
 
 def write_directory(root: Path, architecture: str, tensors: dict[str, np.ndarray], **config: Any) -> Path:
@@ -158,7 +158,7 @@ def factors_of_llama3(factor: float, width: int, theta: float) -> np.ndarray:
 
 def config_with_factors(path: Path, factors: np.ndarray, **more: Any) -> dict[str, Any]:
     tensors = converted(tiny_tensors("llama"), "llama") | {"rope_freqs.weight": factors}
-    return GgufConversion(write_gguf(path, metadata_of("llama", **more), tensors)).config
+    return GgufFile(write_gguf(path, metadata_of("llama", **more), tensors)).config
 
 
 def scaling_of(path: Path) -> Scaling:

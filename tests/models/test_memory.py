@@ -6,7 +6,7 @@ import pytest
 
 from tests.models.compiled_memory import (
     GIB,
-    PLANS,
+    NATIVE,
     TWELVE_MEGAPIXELS,
     compiled_here,
     paged_programs,
@@ -40,7 +40,7 @@ def test_chunks_bound_the_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NATIVE)
 def test_a_tower_over_12_megapixels(name):
     height, width = TWELVE_MEGAPIXELS
     small, large = (temporaries_here(tower_program(name, grid)) for grid in ((height // 4 * 2, width), (height, width)))

@@ -161,7 +161,7 @@ def test_a_tower_over_devices_gives_one_devices_result(facts):
     assert shards["visual.blocks.qkv.kernel"] == [4, 32, 96]
     assert shards["visual.blocks.output.kernel"] == [4, 16, 32]
     assert shards["visual.blocks.mlp.gate.kernel"] == [4, 32, 12]
-    assert shards["visual.merger_in.kernel"] == [128, 32]
+    assert shards["visual.merger.mlp.inner.kernel"] == [128, 32]
 
 
 def test_images_lie_over_the_devices_that_divide_neither_heads_nor_widths(facts):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.models import ModelBackbone, load
-from kvpatch_jax.models.checkpoints import GgufConversion
+from kvpatch_jax.models.checkpoints import GgufFile
 
 pytestmark = pytest.mark.pretrained
 GOLDEN = Path(__file__).parents[1] / "goldens" / "smollm2.npz"
@@ -67,7 +67,7 @@ def test_weights_are_those_of_their_bits(file: Path, ours: str, theirs: str, hea
             for place in range(width)
         ]
         expected = expected[order]
-    assert np.array_equal(GgufConversion(file).source().read(ours), expected)
+    assert np.array_equal(GgufFile(file).read(ours), expected)
 
 
 def test_the_tokenizer_is_the_models_own(backbone: ModelBackbone, golden: dict[str, np.ndarray]) -> None:

@@ -75,7 +75,7 @@ def test_every_parameter_of_every_family_has_a_place(family):
     specs = partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)), tower_heads(config))
     assert specs.keys() == shapes.keys()
     matrices = {"query", "key", "value", "output", "up", "gate", "embedding", "head"}
-    matrices |= {"inner", "outer", "merger_in", "merger_out"}
+    matrices |= {"inner", "outer"}
     for path, spec in specs.items():
         if family == "deepseek_vl2" and path[:2] == ("visual", "blocks") and path[-2] in ("inner", "outer"):
             assert path[-1] == "bias" or 119 in shapes[path].shape  # an odd width stays whole

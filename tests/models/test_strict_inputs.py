@@ -106,19 +106,3 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value, kind):
 
 
 # -------------------------------------------------------------------------------------- Qwen2.5-VL reads what others do
-
-
-def qwen(directory, text, **more):
-    """The tiny Qwen2.5-VL with these changes to its text part."""
-    raw = json.loads((write_checkpoint("qwen2_5_vl", directory) / "config.json").read_text())
-    raw |= {"text_config": raw["text_config"] | text} | more
-    (directory / "config.json").write_text(json.dumps(raw))
-    return directory
-
-
-def test_video_seconds_without_a_video_are_refused(tmp_path, backbone):
-    vision = load(qwen(tmp_path, {}))
-    with pytest.raises(InputError, match=r"second_per_grid_ts: got 1 values; expected one per video \(0\)"):
-        vision.prepare([[1, 2]], second_per_grid_ts=[1.0])
-    with pytest.raises(InputError, match="second_per_grid_ts: got some for LlamaForCausalLM"):
-        backbone.prepare([[1, 2]], second_per_grid_ts=[1.0])

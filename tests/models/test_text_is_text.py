@@ -118,7 +118,7 @@ def test_texts_that_are_put_together(backbone, oracle):
 @pytest.mark.parametrize("dump", ["tojson", "tojson(ensure_ascii=True)"])
 def test_calls_and_tools_as_json(backbone, oracle, dump, monkeypatch):
     source = "{{ tools | tojson }}<|im_start|>{{ messages[0].tool_calls | DUMP }}<|im_end|>".replace("DUMP", dump)
-    monkeypatch.setattr(backbone, "_prompts", backbone._prompts_with(backbone.tokenizer, kvp_template(source)))
+    monkeypatch.setattr(backbone, "chat_template", kvp_template(source))
     calls = [{"function": {"name": "look", "arguments": {"at": NASTY[0]}}}]
     ids = backbone.chat([{"role": "assistant", "content": "", "tool_calls": calls}], tools=[{"name": NASTY[1]}])
     start, end = (backbone.tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))

@@ -37,15 +37,9 @@ def test_kinds_say_channels_windows_and_edges():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind_of": (1, 0)}, "expected one of 2 kinds for each of 3 layers"),
-        ({"kind_of": (1, 1, 1)}, "expected one of 2 kinds"),
-        ({"window": 7}, "or a window beside them"),
-        ({"rope": Rope(5.0, 16)}, "a first one unlike the decoder's own fields"),
         ({"kinds": (FULL, dataclasses.replace(LOCAL, kv_heads=3))}, "got 3 KV heads of width 16; expected a divisor"),
         ({"kinds": (FULL, dataclasses.replace(LOCAL, head_dim=8))}, "and the rope's width 16"),
         ({"kinds": (FULL, dataclasses.replace(LOCAL, reads=True))}, "layer 0: got one that reads the KV of no layer"),
-        ({"kinds": (FULL, dataclasses.replace(LOCAL, name=""))}, "expected a name for each"),
-        ({"norm_weight": "twice"}, "norm_weight: got 'twice'"),
     ],
 )
 def test_kinds_that_do_not_fit_are_refused(change, message):
