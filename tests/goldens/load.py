@@ -114,3 +114,21 @@ def write_checkpoint(family: str, directory: Path, **changes: Any) -> Path:
             shutil.copy(GOLDENS / family / name, directory)
     save_file(redraw_all(golden_shapes(family)), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+@functools.cache
+def golden_chat(family: str, videos: bool = False) -> dict[str, Any]:
+    """Returns a family's golden conversation: of `chat.json`, or of `videos/` where asked for or alone there."""
+    shared, own = json.loads((GOLDENS / "chat.json").read_text())["families"], GOLDENS / family / "chat.json"
+    if videos or (family not in shared and not own.is_file()):
+        own = GOLDENS / "videos" / f"{family}.json"
+    return json.loads(own.read_text()) if videos or family not in shared else shared[family]
+
+
+def write_chatting(family: str, directory: Path, videos: bool = False) -> Path:
+    """Writes the tiny checkpoint with the tokenizer and the template of its golden conversation."""
+    gold, directory = golden_chat(family, videos), write_checkpoint(family, directory)
+    (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
+    (directory / "chat_template.jinja").write_text(gold["template"])
+    (directory / "tokenizer_config.json").write_text(json.dumps(gold.get("special_tokens", {})))
+    return directory

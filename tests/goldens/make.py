@@ -9,6 +9,7 @@ Needs torch, transformers, Pillow and safetensors, and no network. README.md bes
 import functools
 import importlib
 import json
+import re
 import sys
 import tempfile
 import types
@@ -23,7 +24,7 @@ from joined import DeepseekVL2, Phi3V
 from PIL import Image
 from redraw import digest, draw_image, draw_numbers, redraw_all
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from table import (
     AUDIO,
     AUDIO_END,
@@ -46,6 +47,9 @@ from table import (
 HERE = Path(__file__).parent
 STEPS, LONG = 6, 200
 DIRECTIONS = draw_numbers("directions", 320, 16)
+NAMED = ("qwen2_vl", "qwen2_5_vl", "llava", "llava_next", "internvl", "gemma3", "mistral3", "pixtral")
+NAMED += ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+"""Families whose files have other names than transformers' modules."""
 JOINED = {"Phi3V": Phi3V, "DeepseekVL2": DeepseekVL2}
 
 
@@ -406,6 +410,20 @@ def make(family: str, row: Row) -> None:
     print(f"{family:>20} {(out / 'arrays.npz').stat().st_size / 1024:7.1f} KiB")
 
 
+def pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
+
+
+def namings(family: str) -> dict[str, str]:
+    """Returns what transformers 5 calls a file's tensors within: the pattern of each of its names → of the file's."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, shapes = build(family, FAMILIES[family], Path(folder))
+        model.save_pretrained(folder, save_original_format=False)
+        theirs = load_file(Path(folder) / "model.safetensors")
+    files = {value.tobytes(): name for name, value in redraw_all(shapes).items()}
+    return {pattern(name): pattern(files.get(value.tobytes(), "fused")) for name, value in sorted(theirs.items())}
+
+
 def make_held_out(family: str) -> None:
     """Writes `held_out.npz`: ten settings' configurations and shapes, logits of the last token, sums of two others'."""
     arrays: dict[str, np.ndarray] = {}
@@ -430,6 +448,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.no_grad():
+        if not sys.argv[1:]:
+            found = {family: namings(family) for family in NAMED}
+            (HERE / "namings.json").write_text(json.dumps(found, indent=1) + "\n")
         for family in sys.argv[1:] or FAMILIES:
             make(family, FAMILIES[family])
             if family in AXES:

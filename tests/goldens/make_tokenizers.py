@@ -5,14 +5,12 @@ Run it in an environment with tiktoken and transformers: `python tests/goldens/m
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import base64
-import collections
-import itertools
 import json
 import random
-import re
 from pathlib import Path
 
 import tiktoken
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -49,31 +47,21 @@ FIXED = [
 ALPHABET = "aabcdehinorstTHEIM'  \n\r\t.,;!?-_1234567890图像的行没有éàßöНетあカ한🙂ʰǄ\u0301ſ\u00a0\u3000"
 
 
-def train(text: str, count: int) -> list[bytes]:
-    """Byte pairs within words, the most frequent first; all single bytes before them."""
-    tokens = [bytes([byte]) for byte in range(256)]
-    words = [[bytes([byte]) for byte in word.encode()] for word in re.findall(r" ?\S+|\s+", text)]
-    while len(tokens) < count:
-        pairs = collections.Counter(pair for word in words for pair in itertools.pairwise(word))
-        first, second = max(pairs, key=lambda pair: (pairs[pair], pair))
-        if first + second not in tokens:
-            tokens.append(first + second)
-        words = [joined(word, first, second) for word in words]
-    return tokens
-
-
-def joined(word: list[bytes], first: bytes, second: bytes) -> list[bytes]:
-    """A word with every pair of these as one."""
-    found, place = [], 0
-    while place < len(word):
-        both = word[place : place + 2] == [first, second]
-        found.append(first + second if both else word[place])
-        place += 2 if both else 1
-    return found
+def train() -> tuple[dict[str, int], list[list[str]]]:
+    """Returns a byte-level vocabulary of 400 tokens, all single bytes first, and its merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [CORPUS] * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    return tokenizer.get_vocab(), json.loads(tokenizer.to_str())["model"]["merges"]
 
 
 def main() -> None:
-    tokens = train(CORPUS, 400)
+    vocabulary, merges = train()
+    bytes_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokens = [bytes(map(bytes_of.__getitem__, name)) for name in sorted(vocabulary, key=vocabulary.__getitem__)]
     draw = random.Random(0)
     texts = FIXED + ["".join(draw.choices(ALPHABET, k=draw.randrange(1, 40))) for _ in range(150)]
     names = {
@@ -84,21 +72,14 @@ def main() -> None:
         "kimi", pat_str=KIMI, mergeable_ranks=ranks, special_tokens={n: i for i, n in names.items()}
     )
 
-    letters = bytes_to_unicode()
-    written = lambda token: "".join(letters[byte] for byte in token)
-    vocabulary = {written(token): rank for rank, token in enumerate(tokens)}
-    merges = []
-    for token in tokens[256:]:
-        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
-        merges.append(max(known, key=lambda pair: -max(ranks[pair[0]], ranks[pair[1]])))
-    merges = [(written(first), written(second)) for first, second in merges]
-    qwen2 = Qwen2Tokenizer(vocab=vocabulary, merges=merges, unk_token=None, eos_token=None, pad_token=None)
+    qwen2 = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[tuple(pair) for pair in merges], unk_token=None, eos_token=None, pad_token=None
+    )
     qwen2.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<IMG_CONTEXT>"]})
     found = {
         "tokens": [base64.b64encode(token).decode() for token in tokens],
         "special": {str(len(tokens) + number): name for number, name in SPECIAL.items()},
-        "merges": [list(pair) for pair in merges],
+        "merges": merges,
         "texts": texts,
         "kimi": [kimi.encode(text, allowed_special="all") for text in texts],
         "qwen2": [qwen2.encode(text, add_special_tokens=False) for text in texts],

@@ -7,9 +7,8 @@ import gc
 import json
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ import kvpatch_jax as kvp
 from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.models.decoder.mesh_axes import COPIES, TENSOR
 from kvpatch_jax.models.towers.vit import ViT, ViTConfig
-from tests.goldens.load import golden_prompt, write_checkpoint
-from tests.models.sharding_cases import error_of, exchanged, lies, line_of, loaded, run, write_changed
+from tests.goldens.load import write_checkpoint
+from tests.models.sharding_cases import error_of, exchanged, forwards, lies, line_of, write_changed
 
 ROOT = Path(__file__).parents[2]
 FEW = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 320}
@@ -32,42 +31,12 @@ FAMILIES += ("pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Tiny models of every tower, which four devices divide (Gemma 3 has layers of unlike kinds: refused)."""
 
 
-class MeshCase(NamedTuple):
-    """What writes a checkpoint, over how many devices it is loaded, and whether by a mesh of Explicit axes."""
-
-    write: Callable[[Path], Path]
-    devices: int
-    explicit: bool = False
-
-
-CASES = {
-    "few": MeshCase(lambda root: write_changed(root, **FEW), 8, explicit=True),
-    **{family: MeshCase(lambda root, family=family: write_checkpoint(family, root), 4) for family in FAMILIES},
-}
-
-
-def mesh_of(case: MeshCase) -> Mesh:
-    """The mesh that a user gives."""
-    return jax.make_mesh((case.devices,), ("tensor",)) if case.explicit else line_of(case.devices)
-
-
-def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
-    """What calls give over the mesh and on one device (`whole`: every kind), and how results and parameters lie."""
-    case = CASES[name]
-    case.write(directory)
-    alone, over = load(directory), load(directory, mesh=mesh_of(case))
+def of_case(name: str, directory: Path, whole: bool) -> dict[str, Any]:
+    """Forwards of a tiny tower over four devices, or of 2 KV heads over eight, whose axes are Explicit."""
     if name == "few":
-        embedded = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
-    else:
-        embedded = golden_prompt(alone, name, "two_images")
-    expected, found = (run(each, embedded, whole) for each in (alone, over))
-    return {
-        "errors": {call: error_of(found[call], expected[call]) for call in expected},
-        "cache": {call: lies(value) for call, value in found.items() if call.split()[-1] in over.layout.names},
-        "mesh": dict(over.mesh.shape) if over.mesh is not None else {},
-        "same_fingerprint": over.fingerprint == alone.fingerprint,
-        **loaded(alone, over),
-    }
+        return forwards(lambda root: write_changed(root, **FEW), jax.make_mesh((8,), ("tensor",)), directory, whole)
+    write = lambda root: write_checkpoint(name, root)
+    return forwards(write, line_of(4), directory, whole, (name, "two_images"))
 
 
 def collectives(directory: Path) -> list[list[Any]]:
@@ -169,7 +138,7 @@ def main() -> None:
         found = {}
         for name in names:
             case, _, whole = name.partition("-")
-            find = others.get(name, lambda directory, case=case, whole=bool(whole): forwards(case, directory, whole))
+            find = others.get(name, lambda directory, case=case, whole=bool(whole): of_case(case, directory, whole))
             found[name] = find(Path(root) / name)
         print(json.dumps(found))
 

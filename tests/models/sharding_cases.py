@@ -26,12 +26,11 @@ from safetensors.numpy import save_file
 from kvpatch_jax import apply_patch, form_patch, joined, make_chunk
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PARTS, to_engine
-from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.models import FAMILIES, ModelBackbone, load, save
 from kvpatch_jax.models.checkpoints import SafetensorsSource, flatten_params, tensor_shapes
 from kvpatch_jax.models.decoder.config import ExpertConfig
 from kvpatch_jax.models.decoder.moe import Experts
-from kvpatch_jax.models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
+from kvpatch_jax.models.decoder.sharding import cache_shardings, parameter_shardings
 from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
 from tests.goldens.load import golden_config, golden_prompt, write_checkpoint
 from tests.goldens.redraw import redraw_all
@@ -108,28 +107,25 @@ def _behind(tokens: Tokens) -> Tokens:
     return tokens.take(2, 3)._replace(positions=tokens.take(-1, tokens.embeddings.shape[1]).positions + 1)
 
 
-def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
-    """What a case's forward gives over its mesh and on one device."""
-    write, make_mesh = CASES[name]
+def forwards(
+    write: Callable[[Path], Path], mesh: Mesh, directory: Path, whole: bool, prompt: tuple[str, str] | None = None
+) -> dict[str, Any]:
+    """What calls give over a mesh and on one device (`whole`: every kind), and how results and parameters lie.
+
+    `prompt` is a golden's family and case; without one a few tokens are read.
+    """
     write(directory)
-    alone, over = load(directory), load(directory, mesh=make_mesh())
-    embedded: dict[str, Any] = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
-    if name == "image":
-        embedded = golden_prompt(alone, "internvl", "one_image")
+    alone, over = load(directory), load(directory, mesh=mesh)
+    ids = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
+    embedded = ids if prompt is None else golden_prompt(alone, *prompt)
     expected, found = run(alone, embedded, whole), run(over, embedded, whole)
     return {
         "errors": {call: error_of(found[call], expected[call]) for call in expected},
         "cache": {call: lies(value) for call, value in found.items() if call.split()[-1] in over.layout.names},
+        "mesh": dict(over.mesh.shape) if over.mesh is not None else {},
         "same_fingerprint": over.fingerprint == alone.fingerprint,
         **loaded(alone, over),
     }
-
-
-def loads_of(name: str, directory: Path) -> dict[str, Any]:
-    """How a case's parameters lie over its mesh; no forward, which is what takes time."""
-    write, make_mesh = CASES[name]
-    write(directory)
-    return loaded(load(directory), load(directory, mesh=make_mesh()))
 
 
 def loaded(alone: ModelBackbone, over: ModelBackbone) -> dict[str, Any]:
@@ -154,7 +150,7 @@ def lies(value: jax.Array) -> dict[str, Any]:
     return {"shape": value.shape, "shard": shards.pop(), "devices": len(value.addressable_shards)}
 
 
-LOADED = ("phi3_short", "glm4", "qwen3_moe", "deepseek_v2", "qwen2_5_vl", "qwen3_vl_moe", "kimi_vl", "llava_next")
+LOADED = ("phi3_short", "glm4", "qwen3_moe", "deepseek_v3", "qwen2_5_vl", "qwen3_vl_moe", "kimi_vl", "llava_next")
 """Between them every kind of entry: fused projections and experts, flattened axes, biases, tied and own heads."""
 
 
@@ -252,25 +248,6 @@ def memory(directory: Path) -> dict[str, Any]:
     }
 
 
-def violations(directory: Path) -> dict[str, str]:
-    """What the check says of a parameter that was left whole on every device, and of one in another type."""
-    backbone = load(write_changed(directory, **EIGHT), mesh=line_of(8))
-    assert backbone.mesh is not None
-    expected = flatten_params(parameters(abstract(backbone.config)))
-    shardings = parameter_shardings(backbone.config.text, expected, backbone.mesh)
-    leaves, path = flatten_params(backbone.parameters), ("decoder", "layers", "attention", "key", "kernel")
-    whole = jax.device_put(leaves[path], NamedSharding(backbone.mesh, PartitionSpec()))
-    typed = leaves[path].astype(jnp.bfloat16)
-    said = {}
-    for name, leaf in {"whole": whole, "typed": typed, "right": leaves[path]}.items():
-        try:
-            check_parameters(leaves | {path: leaf}, expected, shardings)
-            said[name] = ""
-        except WeightsError as error:
-            said[name] = str(error)
-    return said
-
-
 def own_mesh(directory: Path, set_too: bool = False) -> dict[str, Any]:
     """A mesh as `jax.make_mesh` makes it (Explicit axes, one for data), set or not, beside one device."""
     write_checkpoint("llama2", directory)
@@ -330,14 +307,16 @@ def patched(backbone: ModelBackbone) -> jax.Array:
 
 def find(name: str, directory: Path) -> Any:
     """The facts of one name: a case, with "-whole" behind it for every kind of call, or one of the other functions."""
-    others = {"loads": loads, "collectives": collectives, "memory": memory, "violations": violations}
+    others = {"loads": loads, "collectives": collectives, "memory": memory}
     others |= {"experts": experts, "hybrid": hybrid}
-    others["mla-loaded"] = lambda directory: loads_of("mla", directory)
     others["own_mesh"] = own_mesh
     others["own_mesh_set"] = lambda directory: own_mesh(directory, set_too=True)
     if name in others:
         return others[name](directory)
-    return forwards(name.removesuffix("-whole"), directory, name.endswith("-whole"))
+    case = name.removesuffix("-whole")
+    write, make_mesh = CASES[case]
+    prompt = ("internvl", "one_image") if case == "image" else None
+    return forwards(write, make_mesh(), directory, name.endswith("-whole"), prompt)
 
 
 def main() -> None:

@@ -130,24 +130,8 @@ STRUCTURES = {
 }
 
 
-COMBINED = (
-    "all",
-    "causal",
-    "window",
-    "slots",
-    "places",
-    "ahead",
-    "any",
-    "causal behind a context",
-    "everything",
-    "packed",
-)
-"""Marked slow: a structure is two programs."""
-
-
-@pytest.mark.parametrize(
-    "structure", [pytest.param(name, marks=pytest.mark.slow if name in COMBINED else ()) for name in STRUCTURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", STRUCTURES)
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_every_mask_structure_equals_its_rules(structure, seed):

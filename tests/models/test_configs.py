@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import jaxtyping
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -54,14 +52,7 @@ def paths(raw: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str
             yield from paths(value, (*path, key))
 
 
-@pytest.fixture
-def _unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", [*TEXTS, *IMAGES[:3], *(pytest.param(x, marks=pytest.mark.slow) for x in IMAGES[3:])])
 def test_no_value_of_any_key_gives_an_untyped_error(name):
     """Every key, each kind of nonsense: read, warned about, or refused."""
@@ -85,39 +76,17 @@ def test_no_value_of_any_key_gives_an_untyped_error(name):
     ("name", "change", "message"),
     [
         ("llama2", {"num_hidden_layers": 2.5}, r"num_hidden_layers 2\.5; expected a positive whole number"),
-        ("llama2", {"num_attention_heads": 0}, "num_attention_heads 0; expected a positive whole number"),
         ("llama2", {"num_key_value_heads": "two"}, "num_key_value_heads.*expected int, got str.*two"),
-        ("llama2", {"rope_parameters": "yarn"}, "rope_parameters.*yarn"),
-        ("llama2", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor '2'; expected a number"),
         ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*factor"),
         ("llama2", {"rope_parameters": {"rope_type": "spiral"}}, "rope type: got 'spiral'"),
-        ("llama2", {"rope_parameters": {"rope_type": "default", "twist": 2}}, "rope_parameters: got 'twist': 2"),
-        ("qwen3", {"layer_types": ["full_attention"]}, r"num_hidden_layers.*layer_types.* \(1\)"),
         ("qwen3", {"layer_types": ["full_attention", "conv", "full_attention"]}, r"layer_types: got \['conv'\]"),
-        ("llama2", {"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; expected a list"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "without a sliding_window"),
         ("gemma3_text", {"sliding_window": None}, "got no 'sliding_window'"),
         ("gemma4_text", {"num_kv_shared_layers": 5}, "reads the KV of no layer below"),
-        ("gemma4_text", {"enable_moe_block": True}, "got no 'num_experts'"),
     ],
 )
 def test_what_is_wrong_is_named(name, change, message):
     with pytest.raises(ConfigError, match=message):
         read({**golden_config(name), **change})
-
-
-@pytest.mark.parametrize("part", ["text_config", "vision_config"])
-@pytest.mark.parametrize("value", [None, [], "x"])
-def test_a_missing_part_is_named(part, value):
-    with pytest.raises(ConfigError, match=part):
-        read({**CONFIGS["internvl"], part: value})
-
-
-@pytest.mark.parametrize(("text", "message"), [("[]", "got a list"), ("3", "got a int"), ("{", "is not JSON")])
-def test_a_configuration_that_is_no_table(tmp_path, text, message):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------- what is not built
@@ -127,16 +96,10 @@ def test_a_configuration_that_is_no_table(tmp_path, text, message):
     ("name", "change", "message"),
     [
         ("llama2", {"is_causal": False}, "is_causal False, which is not built; expected True"),
-        ("llama2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which is not built"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got true"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "is_causal|use_bidirectional_attention: got 'all'"),
-        ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config: got .'sliding_window'"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"got mlp_only_layers \[1\].*expected experts in every layer"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2; expected experts in every layer"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
-        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias: got true, which is not built"),
     ],
 )
 def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
@@ -150,13 +113,8 @@ def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
         ("llava", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer: got \[-2, -5\]; expected one layer"),
         ("llava", {"vision_config": {"model_type": "siglip_vision_model"}}, "got type 'siglip_vision_model'"),
         ("mistral3", {"text_config": {"model_type": "ministral3"}}, "'ministral3', whose queries are scaled"),
-        ("internvl", {"vision_feature_select_strategy": "full"}, "'full', which is not built"),
         ("llava", {"projector_hidden_act": "mish"}, "projector_hidden_act: got 'mish'; expected one of"),
-        ("llava_next", {"projector_hidden_act": "tanh"}, "projector_hidden_act: got 'tanh'; expected one of"),
-        ("mistral3", {"projector_hidden_act": "linear"}, "projector_hidden_act: got 'linear'; expected one of"),
-        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio: got 'anyres'"),
         ("phi3_v", {"embd_layer": {"use_hd_transform": False}}, "got embedding_cls None, which is not built"),
-        ("deepseek_vl2", {"tile_tag": "1D"}, "got tile_tag '1D', which is not built"),
         ("qwen2_5_vl", {"quantization_config": {"bits": 4}}, "quantization_config.*not built"),
     ],
 )
@@ -244,13 +202,6 @@ def test_windows_hold_where_the_class_has_them():
     assert (read(qwen).text.window, read(qwen).text.window_layers) == (8, (1, 2))
 
 
-def test_layers_of_gemma_4_share_kv_as_their_file_says():
-    shared = read(golden_config("gemma4_text")).text
-    assert shared.sources == (0, 1, 2, 2, 2, 1)
-    assert shared.rows == (0, 0, 1, 1, 1, 0)
-    assert [stack.layers for stack in shared.stacks] == [(0, 2), (1,), (3, 4), (5,)]
-
-
 def test_every_shipped_and_small_model_is_read():
     shipped = sorted((GOLDENS.parents[1] / "evals" / "trained").glob("*/*/config.json"))
     assert shipped
@@ -279,19 +230,6 @@ def test_the_dtype_at_the_top_is_the_models(top):
     assert dtyped({top: "float32"}, {"torch_dtype": "bfloat16"}) == "float32"
     assert dtyped({}, {top: "bfloat16"}) == "bfloat16"
     assert dtyped({}, {}) == "float32"
-
-
-def test_a_file_that_says_two_dtypes_is_loaded_in_the_one_at_its_top(tmp_path):
-    """As transformers 4.53 saves Qwen2.5-VL: half the bytes of what its text part says."""
-    directory = write_checkpoint("qwen2_5_vl", tmp_path)
-    raw = json.loads((directory / "config.json").read_text())
-    for table, dtype in ((raw, "bfloat16"), (raw["text_config"], "float32"), (raw["vision_config"], "float32")):
-        table.pop("dtype", None)
-        table["torch_dtype"] = dtype
-    (directory / "config.json").write_text(json.dumps(raw))
-    backbone = load(directory)
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(backbone.parameters)} == {"bfloat16"}
-    assert backbone.config.to_dict()["torch_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from kvpatch_jax.errors import ConfigError, WeightsError
@@ -55,39 +54,10 @@ def test_the_tables_name_releases_of_the_corpus_and_nothing_that_is_built():
 # ------------------------------------------------------------------------------------------------------- dtypes
 
 
-def dtypes(release: Release, root: Path) -> tuple[str, set[str]]:
-    """What a release says at its top, and what its parameters are."""
-    config = configuration(written(root, release))
-    top = str(release.config.get("dtype") or release.config.get("torch_dtype"))
-    leaves = flatten_params(parameters(abstract(config)))
-    # Of these alone the type is float32 whatever a release says.
-    wide = ("correction", "decay_rate", "decay_bias")
-    return top, {str(leaf.dtype) for path, leaf in leaves.items() if path[-1] not in wide}
-
-
 def configuration(directory: Path) -> Any:
     """What `load` makes of a directory's configuration."""
     raw = open_files(directory).config
     return FAMILIES[find_architecture(raw, "config.json")].config(raw, "exact", None)
-
-
-OUTER = [release for release in RELEASES.values() if release.refusal is None and "text_config" in release.config]
-
-
-@pytest.mark.filterwarnings("ignore::kvpatch_jax.models.UnknownKeyWarning")
-@pytest.mark.parametrize("release", OUTER, ids=[release.name for release in OUTER])
-def test_the_outer_dtype_is_every_parameters(release, tmp_path):
-    """As transformers has it, whatever the text and the vision part say; the text's where the top says nothing."""
-    top, found = dtypes(release, tmp_path)
-    text = release.config["text_config"]
-    assert found == {top if top != "None" else str(text.get("dtype") or text.get("torch_dtype") or "float32")}
-
-
-def test_some_releases_say_another_dtype_in_their_parts():
-    """The case that once cost twice the memory is in the corpus."""
-    saying = lambda table: table.get("dtype") or table.get("torch_dtype")
-    inner = [(saying(release.config), saying(release.config["text_config"])) for release in OUTER]
-    assert ("bfloat16", "float32") in inner
 
 
 # ------------------------------------------------------------------------------------------------- tensors
@@ -112,10 +82,3 @@ def test_tensors_are_those_of_the_releases_index(release, tmp_path):
     for name in release.index["names"]:
         ours = translate(family.knows(config), name.replace("#", "3"))
         assert without_numbers(str(ours)) in asked, name
-
-
-def test_parameters_can_be_counted():
-    """The abstract module of a release costs no memory."""
-    release = next(release for release in RELEASES.values() if release.name == "Qwen/Qwen2.5-VL-7B-Instruct")
-    config = FAMILIES[release.architecture].config(release.config, "exact", None)
-    assert sum(leaf.size for leaf in jax.tree.leaves(parameters(abstract(config)))) == 8_292_166_656

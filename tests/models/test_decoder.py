@@ -12,15 +12,12 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.core import Rope
-from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.models.attention import Mask
 from kvpatch_jax.models.checkpoints import SafetensorsSource, flatten_params, load_weights, save_weights
-from kvpatch_jax.models.decoder.attention import LatentAttention
-from kvpatch_jax.models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
+from kvpatch_jax.models.decoder.config import DecoderConfig, ExpertConfig
 from kvpatch_jax.models.decoder.decoder import Decoder
 from kvpatch_jax.models.decoder.grouped import spread
 from kvpatch_jax.models.decoder.layers import ACTIVATIONS
-from kvpatch_jax.models.decoder.moe import Experts, choose_experts
+from kvpatch_jax.models.decoder.moe import choose_experts
 from kvpatch_jax.models.decoder.weights import decoder_entries
 from tests.arrays import placed
 from tests.tolerances import assert_close_to_largest
@@ -86,69 +83,6 @@ def test_routers_choose_experts_by_their_definition(router, renormalise, groups,
     assert ((found > 0).sum(-1) == 3).all()
 
 
-def test_experts_equal_a_loop_over_tokens():
-    config = dataclasses.replace(EXPERTS, router="sigmoid", shared=14)
-    experts = drawn(lambda: Experts(config, 16, rngs=nnx.Rngs(0)))
-    x = placed(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32)
-
-    def parts_of(x):
-        index, scale = experts.choose(x)
-        return experts(x), spread(index, scale, config.experts), experts.shared(x)
-
-    found, weights, shared = jax.jit(parts_of)(x)
-    gate, up, down = (np.asarray(part[...], np.float64) for part in (experts.gate, experts.up, experts.down))
-    silu = lambda x: x / (1 + np.exp(-x))
-    each = lambda x, e: (silu(x @ gate[e]) * (x @ up[e])) @ down[e]
-    mixed = sum(np.asarray(weights)[..., e : e + 1] * each(np.asarray(x), e) for e in range(config.experts))
-    np.testing.assert_allclose(found, mixed + shared, atol=2e-5)
-
-
-def test_latent_attention_in_absorbed_form_equals_expanded_heads():
-    """From DeepSeek-V2's equations: every head's own key [plain | turned] and value, made from the latent."""
-    latent = LatentConfig(latent=12, rope_dim=4, plain_dim=6, value_dim=5, query_rank=7, scale_factor=1.3)
-    config = dataclasses.replace(CONFIG, latent=latent, rope=Rope(100.0, 4))
-    attention = drawn(lambda: LatentAttention(config, nnx.Rngs(0), (), jnp.dtype("float32")))
-    mask = jnp.tril(jnp.ones((5, 5), bool))[None, None].repeat(2, 0)
-
-    @jax.jit
-    def both(x):
-        query, kv = attention.project(x)
-        heads = attention.query(attention.query_norm(attention.query_down(x))).reshape(2, 5, 4, 10)
-        expanded = attention.up(kv["ckv"][:, :, 0]).reshape(2, 5, 4, 11)
-        scores = jnp.einsum("BTNU,BSNU->BNTS", heads[..., :6], expanded[..., :6])
-        scores += jnp.einsum("BTNR,BSR->BNTS", heads[..., 6:], kv["kpe"][:, :, 0])
-        weights = jax.nn.softmax(jnp.where(mask, scores * latent.scale, -jnp.inf), axis=-1)
-        mixed = jnp.einsum("BNTS,BSNW->BTNW", weights, expanded[..., 6:])
-        return attention.mix(query, kv, Mask(allowed=mask)), attention.output(mixed.reshape(2, 5, -1))
-
-    found, expected = both(placed(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dense_layers", [0, 2])
-def test_deepstack_is_added_behind_the_first_layers(dense_layers):
-    experts = dataclasses.replace(EXPERTS, dense_layers=dense_layers) if dense_layers else None
-    decoder = drawn(lambda: Decoder(dataclasses.replace(CONFIG, experts=experts), nnx.Rngs(0)))
-    rng = np.random.default_rng(1)
-    hidden = placed(rng.normal(size=(2, 5, 16)), jnp.float32)
-    deepstack = placed(rng.normal(size=(1, 2, 5, 16)), jnp.float32)
-    positions, mask = jnp.arange(5)[None].repeat(2, 0), jnp.tril(jnp.ones((5, 5), bool))[None, None].repeat(2, 0)
-
-    @jax.jit
-    def runs(hidden):
-        run = decoder.run(hidden, positions, mask, deepstack=deepstack, hidden_at=(1, 3))
-        first = decoder.run(hidden, positions, mask, stop_layer=1).hidden + deepstack[0]
-        return run, first, decoder.run(first, positions, mask, deepstack=deepstack, start_layer=1)
-
-    run, first, rest = runs(hidden)
-    np.testing.assert_allclose(run.taps[1], first, atol=2e-5)
-    np.testing.assert_allclose(run.hidden, rest.hidden, atol=1e-4)
-    assert np.array_equal(run.hidden, run.taps[3])
-    assert run.kv["k"].shape == (3, 2, 5, 2, 8)
-    np.testing.assert_allclose(run.kv["k"][1:], rest.kv["k"], atol=1e-4)
-
-
 @pytest.mark.parametrize("fused", ["no", "rows", "columns"])
 def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused):
     """The same parameters through a file with a tensor per expert, with rows, and with columns."""
@@ -175,17 +109,3 @@ def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused)
     (tmp_path / "x").rename(tmp_path / "model.safetensors")
     with pytest.raises(Exception, match=r"gate_up_proj.weight' of shape \(39, 16\); expected \(40, 16\)"):
         load_weights(SafetensorsSource(tmp_path), entries, expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kv_heads": 3}, "expected a multiple of the 3 KV heads"),
-        ({"activation": "mish"}, "hidden_act: got 'mish'"),
-    ],
-)
-def test_a_configuration_refuses(change, message):
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(CONFIG, **change)
-    with pytest.raises(ConfigError, match="groups of equal size"):
-        dataclasses.replace(EXPERTS, groups=4)

@@ -29,12 +29,7 @@ class Drawn(NamedTuple):
     beta: np.ndarray
 
 
-def drawn(
-    rng: np.random.Generator,
-    batch: int,
-    tokens: int,
-    decays: tuple[float, float] = (-6, 1.4),
-) -> Drawn:
+def drawn(rng: np.random.Generator, batch: int, tokens: int, decays: tuple[float, float] = (-6, 1.4)) -> Drawn:
     """Draws tokens; the log decay of each is −10ᵘ, u within `decays`."""
     leading = (batch, tokens, HEADS)
 
@@ -57,8 +52,8 @@ def by_token(inputs: Drawn, state: np.ndarray | None = None, counted: np.ndarray
     own, matrix = np.zeros_like(after), np.broadcast_to(np.eye(width), (batch, HEADS, width, width))
     output = np.zeros((batch, tokens, HEADS, columns))
     for t in range(tokens):
-        k, step = key[:, t, :, :, None], np.eye(width) * np.exp(rate[:, t])[..., None, None]
-        strength = inputs.beta[:, t, :, None, None].astype(np.float64)
+        k, strength = key[:, t, :, :, None], inputs.beta[:, t, :, None, None].astype(np.float64)
+        step = np.eye(width) * np.exp(rate[:, t])[..., None, None]
         step = step - strength * k @ (k.swapaxes(-1, -2) @ step)
         written = strength * k @ value[:, t, :, None]
         if counted is not None:
@@ -77,7 +72,7 @@ def difference(got: Any, expected: Any) -> float:
     return float((np.linalg.norm(got - expected, axis=(-3, -1)) / np.maximum(norms, 1e-30)).max())
 
 
-rule = jax.jit(delta_rule, static_argnames=("with_map",))
+rule = jax.jit(delta_rule, static_argnames="with_map")
 
 
 def test_blocks_equal_the_rule_as_it_is_written():
@@ -114,7 +109,7 @@ def test_tokens_one_by_one_equal_all_at_once():
 def test_weak_decays_behind_strong_ones_stay_exact():
     """Differences of two sums of log decays would be off by 1e-4 here."""
     rng = np.random.default_rng(2)
-    inputs = drawn(rng, 1, 64, decays=(-3, -2))
+    inputs = drawn(rng, 1, 64, (-3, -2))
     inputs.log_decay[:, :40] = -30
     got, expected = rule(*inputs), by_token(inputs)
     assert difference(got.output[0, :, None], expected["output"][0, :, None]) < 5e-6
@@ -126,7 +121,7 @@ def test_weak_decays_behind_strong_ones_stay_exact():
 def test_keys_alike_stay_exact():
     """One key, written again and again: powers of the matrix that is inverted reach 1e18."""
     rng = np.random.default_rng(3)
-    inputs = drawn(rng, 1, 64, decays=(-6, -5))
+    inputs = drawn(rng, 1, 64, (-6, -5))
     inputs.key[:] = inputs.key[:, :1]
     inputs.beta[:] = 0.99
     got, expected = rule(*inputs), by_token(inputs)
@@ -183,19 +178,6 @@ def whole_of(inputs: Drawn, counted: jax.Array, order: jax.Array) -> dict[str, j
     return {"map": got.map[0], "state": got.state[0]}  # pyright: ignore[reportOptionalSubscript]
 
 
-def check_window(seed: int, lengths: list[int], room: int, low: float, high: float):
-    """One window: transitions composed in a drawn order, and the rule over all of it, against the oracle."""
-    rng = np.random.default_rng(seed)
-    count = len(lengths)
-    inputs = drawn(rng, count, room, (min(low, high), max(low, high)))
-    counted = np.arange(room) < np.array(lengths)[:, None]
-    order = rng.permutation(count)
-    expected = by_token(jax.tree.map(lambda array: array[order][counted[order]][None], inputs))
-    for got in (transitions_of(inputs, counted, order), whole_of(inputs, counted, order)):
-        assert difference(got["state"], expected["state"][0]) < 1e-5
-        assert np.abs(np.asarray(got["map"][None]) - expected["map"]).max() < 1e-5
-
-
 decays = st.floats(-6, 1.477)
 
 
@@ -205,14 +187,22 @@ decays = st.floats(-6, 1.477)
     seed=st.integers(0, 2**31), lengths=st.lists(st.integers(1, 300), min_size=3, max_size=3), low=decays, high=decays
 )
 def test_windows_compose_to_the_whole(seed: int, lengths: list[int], low: float, high: float):
-    check_window(seed, lengths, 320, low, high)
+    """Transitions composed in a drawn order, and the rule over all of it, against the oracle."""
+    rng = np.random.default_rng(seed)
+    inputs = drawn(rng, len(lengths), 320, (min(low, high), max(low, high)))
+    counted = np.arange(320) < np.array(lengths)[:, None]
+    order = rng.permutation(len(lengths))
+    expected = by_token(jax.tree.map(lambda array: array[order][counted[order]][None], inputs))
+    for got in (transitions_of(inputs, counted, order), whole_of(inputs, counted, order)):
+        assert difference(got["state"], expected["state"][0]) < 1e-5
+        assert np.abs(np.asarray(got["map"][None]) - expected["map"]).max() < 1e-5
 
 
 @pytest.mark.slow
 def test_gradients_compose_to_the_whole():
-    """Of a scalar of the composed state, against the whole's, and both against differences of the oracle's values."""
+    """Of a scalar of the composed state, against the whole's."""
     rng = np.random.default_rng(6)
-    inputs = drawn(rng, 3, 70, decays=(-3, 0))
+    inputs = drawn(rng, 3, 70, (-3, 0))
     counted, order = np.arange(70) < np.array([[70], [33], [1]]), np.array([2, 0, 1])
     weight = rng.normal(size=(KEY, HEADS, VALUE)).astype(np.float32)
 
@@ -228,25 +218,6 @@ def test_gradients_compose_to_the_whole():
         got, expected = getattr(composed, name), getattr(whole, name)
         assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)
 
-    def exact(inputs: Drawn) -> float:
-        alone = jax.tree.map(lambda array: array[order][counted[order]][None], inputs)
-        return float((by_token(alone)["state"][0] * weight).sum())
-
-    wide = jax.tree.map(lambda array: array.astype(np.float64), inputs)
-    for name in ("key", "value", "log_decay", "beta"):
-        along, value = getattr(composed, name), getattr(wide, name)
-        along = along / np.linalg.norm(along)
-        up, down = (exact(wide._replace(**{name: value + step * along})) for step in (1e-5, -1e-5))
-        assert (up - down) / 2e-5 == pytest.approx(float((along * getattr(composed, name)).sum()), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_rows_of_a_vmap_are_rows_of_a_batch():
-    inputs = drawn(np.random.default_rng(7), 2, 150)
-    apart = jax.vmap(lambda *row: delta_rule(*(array[None] for array in row)))(*inputs)
-    for got, expected in zip(jax.tree.leaves(apart), jax.tree.leaves(rule(*inputs)), strict=True):
-        np.testing.assert_allclose(got[:, 0], expected, atol=1e-6)
-
 
 @pytest.mark.slow
 def test_memory_grows_with_tokens_alone():
@@ -255,8 +226,7 @@ def test_memory_grows_with_tokens_alone():
     def compiled(tokens: int, backwards: bool) -> int:
         shape = jax.ShapeDtypeStruct
         heads = (1, tokens, 32)
-        arrays = [shape((*heads, 128), jnp.float32)] * 3
-        arrays += [shape(heads, jnp.float32)] * 2
+        arrays = [shape((*heads, 128), jnp.float32)] * 3 + [shape(heads, jnp.float32)] * 2
         run = lambda *arrays: delta_rule(*arrays)
         total = lambda *arrays: sum(part.sum() for part in delta_rule(*arrays) if part is not None)
         program = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4)) if backwards else run)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 
 from kvpatch_jax.errors import ConfigError, KVPatchError, WeightsError
@@ -21,13 +20,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
 SECONDS = 2.0
 
-
-@pytest.fixture(autouse=True)
-def _unchecked():
-    """Our own typed errors are what these tests see."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +72,9 @@ def test_a_name_that_no_file_has_is_a_configuration_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ignore": None}, "ignore None; expected a list of keys and tensor names"),
-        ({"ignore": 3}, "ignore 3; expected a list of keys and tensor names"),
         ({"ignore": [3]}, r"ignore \[3\]; expected a list of keys and tensor names"),
         ({"ignore": ["text_confg"]}, r"ignore 'text_confg'; expected a key of .*config\.json, or"),
         ({"buckets": 64}, "buckets 64; expected a Buckets, or None"),
-        ({"dtype": "float8"}, "dtype 'float8'; expected 'float32', 'bfloat16' or None"),
-        ({"revision": 3}, "revision 3; expected a commit, tag or branch, or None"),
         ({"revision": ""}, "revision ''; expected a commit, tag or branch, or None"),
     ],
 )
@@ -106,13 +95,10 @@ def sparse(path: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a directory": (Path.mkdir, "no plain file of at most"),
     "a pipe": (pipe, "no plain file of at most"),
     "a device without an end": (lambda path: path.symlink_to("/dev/zero"), "no plain file of at most"),
-    "a link to itself": (lambda path: path.symlink_to(path), r"cannot be read \(Too many levels of symbolic links\)"),
     "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a link to nothing; expected a Hugging Face"),
     "a pointer": (lambda path: path.write_text(POINTER), "a pointer of Git LFS; .*`git lfs pull` fetches it"),
-    "UTF-16": (lambda path: path.write_text("{}", encoding="utf-16"), "that is not JSON"),
     "too large": (sparse, "no plain file of at most"),
 }
 
@@ -147,8 +133,6 @@ def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(d
     ("name", "message"),
     [
         ("pytorch_model.bin", "got pytorch_model.bin, which is not read"),
-        ("flax_model.msgpack", "got flax_model.msgpack, which is not read"),
-        ("weights.safetensors", "got weights.safetensors, which is not read"),
         ("model-00001-of-00002.safetensors", "got model-00001-of-00002.safetensors, which is not read"),
     ],
 )
@@ -160,9 +144,7 @@ def test_weights_under_another_name_are_named(directory, name, message):
 WEIGHT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pointer": (lambda path: path.write_text(POINTER), r"got a pointer of Git LFS: `git lfs pull` fetches"),
     "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a broken link or no plain file"),
-    "a link to itself": (lambda path: path.symlink_to(path), "a broken link or no plain file"),
     "a pipe": (pipe, "a broken link or no plain file"),
-    "a directory": (Path.mkdir, "a broken link or no plain file"),
     "a header of petabytes": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"), "damaged"),
 }
 
@@ -188,8 +170,6 @@ def test_tensors_of_another_family_are_named(directory, checkpoints):
     [
         ("chat_template.jinja", b"\xff\xfe{{", "no text .*expected a template in UTF-8"),
         ("chat_template.json", b'{"chat_template": 3}', "chat_template 3; expected a text, or a list"),
-        ("chat_template.json", b'{"chat_template": [{"name": "default"}]}', "expected a text, or a list"),
-        ("chat_template.json", b'{"chat_template": [3]}', "expected a text, or a list"),
         ("chat_template.json", b'{"chat_template": [{"name": "a", "template": ""}]}', r"\['a'\]; expected one named"),
         ("tokenizer.json", b"{}", "expected a tokenizer"),
         ("generation_config.json", b"[]", "got a list; expected a table"),

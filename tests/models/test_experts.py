@@ -15,15 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, KernelUnavailableError
 from kvpatch_jax.models import Buckets, ModelBackbone, load
-from kvpatch_jax.models.decoder import grouped
 from kvpatch_jax.models.decoder.config import ExpertConfig
 from kvpatch_jax.models.decoder.grouped import (
     IMPLEMENTATIONS,
     ExpertWeights,
-    block_count,
-    block_rows,
     choose_implementation,
-    expert_load,
     mix_experts,
 )
 from kvpatch_jax.models.decoder.moe import Experts
@@ -146,74 +142,6 @@ def test_the_hopper_kernel_equals_a_loop_over_tokens(by_kernel, index, seed):
     assert np.abs(found - expected).max() <= 2**-7 * max(np.abs(expected).max(), 1)
 
 
-@settings(max_examples=50, deadline=None)
-@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=200), rows=st.sampled_from([1, 4, 64]))
-def test_there_are_always_blocks_enough(counts, rows):
-    pairs = sum(counts)
-    if pairs:
-        assert sum(-(-count // rows) for count in counts) <= block_count(pairs, len(counts), rows)
-
-
-@given(pairs=st.integers(1, 2**20), experts=st.sampled_from([8, 64, 128, 256]))
-def test_padding_stays_below_a_quarter_of_many_pairs(pairs, experts):
-    rows = block_rows(pairs, experts)
-    assert rows in [2**power for power in range(10)]
-    if pairs >= 4 * experts * grouped.CACHE_BLOCK:
-        assert rows * block_count(pairs, experts, rows) <= 1.25 * pairs
-    if pairs <= experts:  # a token that decodes
-        assert (rows, block_count(pairs, experts, rows)) == (1, pairs)
-
-
-APPENDED = {"Qwen3-30B-A3B": (128, 8), "Kimi-VL-A3B": (64, 6)}
-"""Experts, and how many a token chooses, of models at which 256 tokens of an image are appended."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", APPENDED)
-@pytest.mark.parametrize("routing", ["by chance", "skewed"])
-def test_rows_computed_for_an_appended_image(name, routing, monkeypatch):
-    """Counted while it runs, by callbacks: at most 1.3 of the pairs, however tokens choose (1.94 and 1.63 before)."""
-    (experts, chosen), rng = APPENDED[name], np.random.default_rng(0)
-    favour = {"by chance": 0, "skewed": rng.normal(size=experts), "all alike": -9.0 * np.arange(experts)}
-    index = np.argsort(favour[routing] + rng.normal(size=(256, experts)))[:, :chosen].astype(np.int32)
-    counted, gated = [], grouped._gated
-
-    def spy(product, x, *rest):
-        jax.debug.callback(lambda: counted.append(len(x)))
-        return gated(product, x, *rest)
-
-    monkeypatch.setattr(grouped, "_gated", spy)
-    one = ExpertWeights(numbers(experts, 4, 4), numbers(experts, 4, 4, seed=1), numbers(experts, 4, 4, seed=2))
-    x, weights = numbers(256, 4), np.abs(numbers(256, chosen))
-    with targeting("cpu"), jax.default_matmul_precision("highest"):
-        mix = lambda x, index, weights, one: mix_experts(
-            x, index, weights, one, jax.nn.silu, implementation="blockwise"
-        )
-        found = jax.block_until_ready(jax.jit(mix)(x, index, weights, one))
-    jax.effects_barrier()
-    assert index.size <= sum(counted) <= 1.3 * index.size
-    assert_within(found, looped(x, index, weights, one), looped_bound(x, index, weights, one), routing)
-
-
-@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=200), rows=st.sampled_from([8, 16]))
-def test_blocks_that_are_not_full_compute_few_rows_too_many(counts, rows):
-    """Every number of pairs has a size, the first that holds it; an expert's padding is less than `ROW_STEP` rows."""
-    with targeting("cpu"):
-        sizes = grouped.block_sizes(rows, skip=False)
-    assert sizes[0] == 0
-    assert sizes[-1] == rows
-    last = [min(size for size in sizes if size >= count % rows) for count in counts]
-    computed = sum(count // rows * rows + size for count, size in zip(counts, last, strict=True))
-    assert sum(counts) <= computed <= sum(counts) + 3 * sum(count > 0 for count in counts)
-
-
-def test_other_platforms_and_sizes_compute_whole_blocks():
-    for platform, rows in (("gpu", 16), ("tpu", 16), ("cpu", 4), ("cpu", 64)):
-        with targeting(platform):
-            assert grouped.block_sizes(rows, skip=False) == (rows,)
-            assert grouped.block_sizes(rows, skip=True) == (0, rows)
-
-
 @pytest.mark.slow
 def test_derivatives_are_those_of_the_dense_form():
     x, index = numbers(TOKENS, WIDTH), np.stack([np.arange(TOKENS) % EXPERTS, (np.arange(TOKENS) + 2) % 3 + 3], 1)
@@ -232,28 +160,12 @@ def test_derivatives_are_those_of_the_dense_form():
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=5e-6), found, expected)
 
 
-def test_load_counts_tokens():
-    index = np.array([[0, 5], [5, 2], [6, -1]], np.int32)
-    load = expert_load(placed(index), EXPERTS)
-    assert load.dtype == jnp.int32
-    assert load.tolist() == [1, 0, 1, 0, 0, 2]
-
-
 def test_the_implementation_follows_from_platform_and_sizes():
     assert choose_implementation(4096 * 8, 128, 8) == "blockwise"
     assert choose_implementation(20, 4, 2) == "dense"
     with targeting("tpu"):
         assert choose_implementation(4096 * 8, 128, 8) == "ragged"
         assert choose_implementation(8, 128, 8) == "blockwise"
-
-
-@pytest.mark.skipif(not block_product_gpu.COUNTED, reason="kernels say what they cost since jax 0.12")
-@pytest.mark.parametrize("tokens", [64, 128, 256, 512, 1024])
-def test_padded_rows_of_the_hopper_kernel_cost_less_than_reading_the_experts(tokens):
-    """At an H200's published peaks: with few tokens per expert blocks of 64 rows are mostly padding, and free."""
-    read = 2 * 3 * MODEL["experts"] * MODEL["width"] * MODEL["inner"] / 4.8e12
-    with targeting("gpu"):
-        assert traced_flops(mix_30b, *shapes_of_30b(tokens)) / 989e12 <= read
 
 
 def test_over_a_mesh_each_device_runs_the_hopper_kernel():
@@ -277,10 +189,7 @@ def test_unknown_implementation_is_refused():
 
 @pytest.mark.slow
 def test_router_load_is_what_each_layer_chose(tmp_path):
-    """Recounted from what every layer's router says while the decoder runs, by callbacks to the host.
-
-    The tiny DeepSeek-V3 has a dense layer below and a sigmoid router; 11 tokens are padded to 16, and not counted.
-    """
+    """The tiny DeepSeek-V3 has a dense layer below; 11 tokens are padded to 16, and not counted."""
     backbone = load(write_checkpoint("deepseek_v3", tmp_path / "mixture"), buckets=Buckets())
     tokens, config = backbone.embed(np.arange(3, 14)[None]), backbone.config.text
     found, experts = np.asarray(backbone.router_load(tokens)), config.experts

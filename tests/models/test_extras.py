@@ -1,6 +1,5 @@
 """Packages of the extra `models` are imported when they are needed, and named with the extra when they are absent."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 from kvpatch_jax.errors import ConfigError, MissingExtraError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.inputs.chat import ChatTemplate
-from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load import write_chatting, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 COMMAND = r"pip install 'kvpatch_jax\[models\]'"
@@ -92,10 +91,7 @@ assert getattr(sys.modules.get("torch"), "__file__", "broken") in (sys.argv[2], 
 )
 def test_a_chat_whatever_torch_is(tmp_path, torch, known):
     """Absent, empty or broken, with or without the metadata of an installed package."""
-    gold = json.loads((GOLDENS / "chat.json").read_text())["families"]["qwen2_5_vl"]
-    directory = write_checkpoint("qwen2_5_vl", tmp_path / "model")
-    (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-    (directory / "chat_template.jinja").write_text(gold["template"])
+    directory = write_chatting("qwen2_5_vl", tmp_path / "model")
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(torch)
     if known:

@@ -19,7 +19,6 @@ from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.models.checkpoints import (
     SafetensorsSource,
     TensorEntry,
-    TensorInfo,
     filling,
     load_weights,
 )
@@ -143,27 +142,6 @@ def test_the_first_wrong_tensor_is_named_whatever_the_threads_do(tmp_path, monke
             load_weights(SafetensorsSource(tmp_path), entries, expected)
 
 
-class Computed:
-    """A source that computes its tensors, by regions."""
-
-    def __init__(self, tensors: dict[str, np.ndarray]):
-        self.origin, self._values = "computed", tensors
-        self.tensors = {name: TensorInfo(value.shape, "F32") for name, value in tensors.items()}
-
-    def read(self, name: str, region: tuple[slice, ...] | None = None, out: np.ndarray | None = None) -> np.ndarray:
-        return self._values[name].astype(np.float32)[() if region is None else region]
-
-
-def test_a_source_that_computes_loads_the_same(tmp_path):
-    entries, expected, tensors = big(tmp_path)
-    read = load_weights(SafetensorsSource(tmp_path), entries, expected)
-    computed = load_weights(Computed(tensors), entries, expected)
-    jax.tree.map(np.testing.assert_array_equal, read, computed)
-    tensors["embed"][4321, 7] = -np.inf
-    with pytest.raises(WeightsError, match=r"'embed': got -inf at \[4321, 7\]"):
-        load_weights(Computed(tensors), entries, expected)
-
-
 # ---------------------------------------------------------------------------------------- files that are not as said
 
 
@@ -202,16 +180,10 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     "header",
     [
         {"a": F32 | {"data_offsets": [0, 4]}},
-        {"a": F32 | {"data_offsets": [8, 0]}},
-        {"a": F32 | {"data_offsets": [0, 8, 8]}},
         {"a": F32 | {"shape": [-2]}},
-        {"a": F32 | {"shape": [2.0]}},
         {"a": F32 | {"shape": [1 << 70]}},
-        {"a": F32 | {"dtype": "F33"}},
         {"a": F32, "b": F32},
-        {"a": F32 | {"data_offsets": [4, 12]}},
         {},
-        {"a": 3},
         [],
         "[" * 100_000,
         '{"a": ' + "9" * 5000 + "}",
@@ -224,13 +196,3 @@ def test_a_hostile_header_is_a_damaged_file(tmp_path, header):
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     with pytest.raises(WeightsError, match=r"model\.safetensors: got a damaged"):
         SafetensorsSource(tmp_path)
-
-
-@pytest.mark.parametrize("length", [0, 1, 9, (1 << 63) + 1, (1 << 64) - 1])
-def test_a_header_of_another_length_is_a_damaged_file(tmp_path, length):
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}      ")
-    with pytest.raises(WeightsError, match="got a damaged"):
-        SafetensorsSource(tmp_path)
-
-
-# -------------------------------------------------------------------------------------------------------- progress

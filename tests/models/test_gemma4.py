@@ -1,6 +1,5 @@
 """Gemma 4 beside what all families share: videos, sounds, prompts of all three, budgets, refusals."""
 
-import functools
 import json
 
 import numpy as np
@@ -9,26 +8,16 @@ import pytest
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.models import load
 from kvpatch_jax.models.families.registry import FAMILIES
-from tests.goldens.load import GOLDENS, golden_arrays, golden_images, write_checkpoint
+from tests.goldens.load import GOLDENS, golden_arrays, golden_images, write_chatting
 from tests.goldens.redraw import digest, draw_frames, standard_values
-from tests.tolerances import assert_close_to_largest
 
-close = functools.partial(assert_close_to_largest, bar=2e-4)
 FAMILY = FAMILIES["Gemma4ForConditionalGeneration"]
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return load(talking(write_checkpoint("gemma4", tmp_path_factory.mktemp("small"))), angles="float32")
-
-
-def talking(directory):
-    """The checkpoint with the golden's tokenizer and chat template."""
-    chat = json.loads((GOLDENS / "gemma4" / "chat.json").read_text())
-    (directory / "tokenizer.json").write_text(json.dumps(chat["tokenizer"]))
-    (directory / "chat_template.jinja").write_text(chat["template"])
-    return directory
+    return load(write_chatting("gemma4", tmp_path_factory.mktemp("small")), angles="float32")
 
 
 def waves():

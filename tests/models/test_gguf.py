@@ -363,7 +363,6 @@ def test_a_file_brings_tokenizer_and_template(tmp_path: Path) -> None:
     ("tokens", "message"),
     [
         ({}, "of kind None, not of the known 'gpt2'"),
-        (tokenizer_metadata(model="bert"), "of kind 'bert', not of the known 'gpt2'"),
         (tokenizer_metadata("tekken"), "splits text as 'tekken', not in one of the known ways"),
     ],
 )
@@ -383,11 +382,7 @@ def test_without_a_known_tokenizer_text_is_refused_and_tokens_are_taken(
     "change",
     [
         {"tokens": ["a"] * 24},
-        {"tokens": [str(number) for number in range(41)], "token_type": None},
         {"merges": ["a q"]},
-        {"merges": ["ab"]},
-        {"merges": 3},
-        {"token_type": [1]},
         {"bos_token_id": 99, "add_bos_token": True},
     ],
 )
@@ -403,18 +398,11 @@ def test_tokens_that_do_not_belong_together_are_refused(change: dict[str, Any]) 
     ("change", "message"),
     [
         ({"general.architecture": "gemma2"}, "architecture 'gemma2'; expected one of llama, qwen2, gemma3"),
-        ({"general.architecture": "qwen2vl"}, "architecture 'qwen2vl'.*Vision towers"),
         ({"split.count": 3}, "got one of 3 files"),
         ({"llama.expert_count": 8}, r"got llama\.expert_count = 8, which this library does not know"),
-        ({"llama.attention.sliding_window": 128}, r"got llama\.attention\.sliding_window"),
         ({"llama.block_count": 3}, r"no tensor 'model\.layers\.2\."),
-        ({"llama.attention.head_count": 0}, "num_attention_heads 0; expected a positive whole number"),
         ({"llama.embedding_length": 64}, r"embed_tokens\.weight' of shape \(40, 32\); expected \(40, 64\)"),
-        ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count 4; expected 8"),
-        ({"llama.vocab_size": 41}, "vocab_size 41; expected 40"),
-        ({"llama.rope.freq_base": float("nan")}, r"rope\.freq_base nan"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope', which is not read"),
-        ({"llama.attention.layer_norm_rms_epsilon": "x"}, "epsilon 'x'; expected a positive number"),
     ],
 )
 def test_metadata_of_another_model_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -428,10 +416,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"blk.0.ffn_up.weight": np.ones((2, 2), np.float32)}, r"mlp\.up_proj\.weight' of shape \(2, 2\)"),
         ({"blk.0.attn_v.weight": (4096, (16, 32), b"")}, "4096.* is not a valid GGMLQuantizationType"),
-        ({"blk.0.attn_v.weight": (0, (16, 2**40), b"")}, "got a file that cannot be read"),
-        ({"blk.0.attn_k.weight": np.ones((15, 32), np.float32)}, r"expected rows of 2 heads of pairs"),
         ({"rope_freqs.weight": np.ones(3, np.float32)}, r"'rope_freqs\.weight' of shape \(3,\) .*expected 4"),
-        ({"rope_freqs.weight": np.zeros(4, np.float32)}, r"'rope_freqs\.weight' .* numbers from 0\.0 on"),
     ]
     for change, message in cases:
         with pytest.raises(WeightsError, match=message):

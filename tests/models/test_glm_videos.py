@@ -12,11 +12,11 @@ from kvpatch_jax import Video
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.families.glm4v import VIDEO_SETTINGS
-from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE
 from kvpatch_jax.models.inputs.positions import VideoRule
 from kvpatch_jax.models.inputs.video_frames import Stream
 from kvpatch_jax.models.inputs.videos import process_glm_videos, sample_glm4, sample_glm46
-from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.goldens.load import golden_arrays, golden_chat, write_chatting, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 
 GOLD = golden_arrays("glm4v", "frames")
@@ -36,16 +36,14 @@ def settings(directory, kind):
 @pytest.fixture
 def backbone(request, tmp_path):
     """The tiny model with the golden's tokenizer and template, and a video processor of either kind."""
-    directory, chat = write_checkpoint("glm4v", tmp_path), json.loads((GOLDENS / "glm4v" / "chat.json").read_text())
+    directory, template = write_chatting("glm4v", tmp_path), golden_chat("glm4v")["template"]
     settings(directory, request.param)
-    (directory / "tokenizer.json").write_text(json.dumps(chat["tokenizer"]))
-    (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(chat["special_tokens"]))
     image = "{%- if part['type'] == 'image'"
     video = (
         "{%- if part['type'] == 'video' %}<|begin_of_video|><|video|><|end_of_video|>{% elif part['type'] == 'image'"
     )
-    assert image in chat["template"]
-    (directory / TEMPLATE_FILE).write_text(chat["template"].replace(image, video))
+    assert image in template
+    (directory / TEMPLATE_FILE).write_text(template.replace(image, video))
     return load(directory)
 
 

@@ -1,34 +1,25 @@
 """What layers with linear attention keep of tokens, however these are run."""
 
 import functools
-import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, fold, to_engine, transition_of
+from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, to_engine, transition_of
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.models import FAMILIES, load
-from kvpatch_jax.models.checkpoints import flatten_params
-from kvpatch_jax.models.decoder.config import LinearConfig
-from kvpatch_jax.models.decoder.costs import forward_costs
-from kvpatch_jax.models.decoder.linear_attention import LinearAttention
+from kvpatch_jax.models import load
 from kvpatch_jax.models.decoding.generation import pad_rows
-from kvpatch_jax.models.families.family import abstract, parameters
 from kvpatch_jax.pool import make_pool
-from tests.goldens.load import golden_config, write_checkpoint
+from tests.goldens.load import write_checkpoint
 from tests.tolerances import assert_close_to_largest
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 close = functools.partial(assert_close_to_largest, bar=2e-5)
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -207,57 +198,4 @@ def test_what_linear_attention_cannot_do_is_refused(backbone, tokens, whole):
 # ------------------------------------------------------------------------------------------------ one layer alone
 
 
-def test_chunks_of_a_layer_compose_in_any_order():
-    """Given what its own tokens bring, a chunk's transition applies behind any other: exactly, whatever the order."""
-    layer = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0))
-    layer.decay_rate[...] = jnp.full(4, -7.0)
-    rng = np.random.default_rng(0)
-    chunks = [jnp.asarray(rng.normal(size=(1, 70, 16)), jnp.float32) for _ in range(3)]
-    graph, state = nnx.split(layer)
-    run = jax.jit(lambda chunk, held: nnx.merge(graph, state)(chunk, held, composed=held is not None)[1])
-    alone = [run(chunk, None) for chunk in chunks]
-    shapes = {name: value.shape for name, value in alone[0].items()}
-    nothing = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    nothing["map"] = nothing["map"] + jnp.eye(8)[:, None]
-    for order in itertools.permutations(range(3)):
-        held = nothing
-        for number in order:
-            # The convolution starts anew with each chunk, as it does where a chunk is made alone.
-            held = run(chunks[number], {**held, "tail": nothing["tail"]})
-        folded = fold([alone[number] for number in order])
-        for part in ("map", "state", "tail"):
-            close(folded[part], held[part], f"{part} in order {order}")
-    assert np.abs(np.asarray(held["map"])).max() > 1e-3
-
-
 # -------------------------------------------------------------------------------------------------- configurations
-
-
-def test_absent_layer_kinds_are_every_fourth_full():
-    raw = golden_config("qwen3_next") | {"num_hidden_layers": 9}
-    del raw["layer_types"]
-    config = FAMILIES["Qwen3NextForCausalLM"].config(raw, "exact", None).text
-    assert config.layout.layers_of("k") == (3, 7)
-    config = FAMILIES["Qwen3NextForCausalLM"].config(raw | {"full_attention_interval": 2}, "exact", None).text
-    assert config.layout.layers_of("k") == (1, 3, 5, 7)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_costs_are_the_products_of_the_parameters(family):
-    """Of linear attention all matrices once per token, and the rule: nothing by pairs."""
-    raw = golden_config(family)
-    config = FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
-    costs, own = forward_costs(config.text), parameters(abstract(config))["decoder"]
-    rule = 2 * 4 * (3 * 8 * 12 + 2 * 8 * 8)
-    for layer, kind in enumerate(config.text.layer_kinds):
-        name, _ = config.text.place(layer)
-        stack = flatten_params(own[name])
-        counts = {path: math.prod(leaf.shape[1:]) for path, leaf in stack.items() if path[-1] == "kernel"}
-        taken = sum(counts.values())
-        if config.text.experts is not None:
-            experts = [math.prod(leaf.shape[2:]) for path, leaf in stack.items() if len(leaf.shape) == 4]
-            # Two of six experts, and their weighted sum.
-            taken += 2 * sum(experts) + 2 * config.text.width
-        linear = kind.linear is not None
-        assert costs.token[layer] == 2 * taken + linear * rule
-        assert costs.pair[layer] == (0 if linear else 2 * 2 * 4 * 32)

@@ -12,8 +12,8 @@ from PIL import Image
 from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import FAMILIES, load, save
-from kvpatch_jax.models.inputs.processors import CONFIG_FILE, PROCESSOR_FILE, Settings, process_images
-from tests.goldens.load import GOLDENS, write_checkpoint
+from kvpatch_jax.models.inputs.processors import CONFIG_FILE, PROCESSOR_FILE, process_images
+from tests.goldens.load import GOLDENS, write_chatting, write_checkpoint
 from tests.goldens.redraw import standard_values
 
 VISIONS = {name: family.vision for name, family in FAMILIES.items() if family.vision is not None}
@@ -77,8 +77,6 @@ SIDES = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}
     [
         ("CLIP", {}, (15, 33)),
         ("CLIP", {"do_resize": False}, (9, 33)),
-        ("CLIP", {"do_center_crop": False}, (20, 20)),
-        ("CLIP", {"size": {"height": 16, "width": 16}}, (15, 33)),
         ("CLIP", {"size": {"shortest_edge": 13}}, (15, 33)),
         ("Llava", {"do_pad": True}, (15, 34)),
         ("Llava", {}, (31, 15)),
@@ -130,15 +128,10 @@ def test_processor_config_counts_before_preprocessor_config(tmp_path):
     ("architecture", "options"),
     [
         (QWEN, {"patch_size": "14"}),
-        (QWEN, {"size": {"longest_edge": 5}}),
-        (QWEN, {"image_mean": ["a", 0, 0]}),
         ("LlavaForConditionalGeneration", {"size": "large"}),
-        ("LlavaNextForConditionalGeneration", {"image_grid_pinpoints": 3}),
         ("Gemma4ForConditionalGeneration", {"max_soft_tokens": 77}),
         ("KimiVLForConditionalGeneration", {"do_resize": False}),
-        ("KimiVLForConditionalGeneration", {"patch_size": "14"}),
         ("Phi3VForCausalLM", {"crop_size": 0}),
-        ("Phi3VForCausalLM", {"num_crops": 10**6}),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(architecture, options, tmp_path):
@@ -186,14 +179,10 @@ def cut_short(form, share, **options):
     ("source", "message"),
     [
         (np.zeros((0, 8, 3), np.uint8), r"got uint8 \[0, 8, .\]; expected .* not empty"),
-        (Image.new("RGB", (0, 8)), "got .* 0×8 pixels; expected pixels"),
         (np.zeros((8, 8, 3), np.float32), r"got float32 \[8, 8, 3\]; expected uint8"),
-        (np.zeros((3, 8, 8), np.uint8), r"got uint8 \[3, 8, 8\]; expected uint8"),
         (7, "got a int; expected a path, a PIL image or a uint8 array"),
-        (b"", "got no image that can be read"),
         (b"not an image", "got no image that can be read"),
         (cut_short("JPEG", 0.5, quality=95), "got no image that can be read"),
-        (cut_short("PNG", 0.02), "got no image that can be read"),
         (cut_short("PNG", 0.6), "got no image that can be read"),
         # Pillow turns 16-bit greys to white when asked for RGB, and transformers lets it.
         (Image.fromarray(np.full((16, 16), 40000, np.uint16)), "got mode I;16 .*; expected pixels of at most 8 bits"),
@@ -222,13 +211,10 @@ def test_transparency_is_laid_over_white_however_an_image_comes(tmp_path):
     """One rule, the processors': as a file, a PIL image or an array, in `prepare` and in `chat`."""
     pixels = np.zeros((16, 16, 4), np.uint8)
     pixels[..., 0], pixels[:8, :, 3] = 200, 255
-    path, directory = tmp_path / "clear.png", write_checkpoint("llava", tmp_path / "llava")
+    path, directory = tmp_path / "clear.png", write_chatting("llava", tmp_path / "llava")
     Image.fromarray(pixels, "RGBA").save(path)
     for source in (path, Image.open(path), pixels):
         np.testing.assert_array_equal(decoded(source)[8:], np.full((8, 16, 3), 255, np.uint8))
-    gold = json.loads((GOLDENS / "chat.json").read_text())["families"]["llava"]
-    (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-    (directory / "chat_template.jinja").write_text(gold["template"])
     backbone = load(directory)
     expected = backbone.prepare([path])["pixel_values"]
     for image in (path, str(path), pixels, Image.open(path)):
@@ -247,9 +233,3 @@ def test_colours_of_sixteen_bits_keep_the_upper_eight():
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colour)
     content = b"\x89PNG\r\n\x1a\n" + head + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")
     np.testing.assert_array_equal(decoded(content), (colour >> 8).astype(np.uint8).reshape(8, 8, 3))
-
-
-def test_settings_are_equal_by_their_options():
-    first, second = (Settings.of(dict(reversed(pairs)), processor="clip.CLIP") for pairs in ([("a", 1), ("b", 2)],) * 2)
-    assert first == second
-    assert hash(first) == hash(second)

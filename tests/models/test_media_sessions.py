@@ -1,7 +1,6 @@
 """Videos in sessions, saved sessions, batches and request caches: what they serve is what the whole prompt computes."""
 
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -10,8 +9,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load import write_chatting
 from tests.goldens.redraw import draw_frames
 
 FRAMES = draw_frames("first", 6, 22, 41)
@@ -26,11 +24,7 @@ def loaded(tmp_path_factory):
 
     @functools.cache
     def make(family, video_rule=None):
-        gold = json.loads((GOLDENS / "videos" / f"{family}.json").read_text())
-        directory = write_checkpoint(family, tmp_path_factory.mktemp(family))
-        (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-        (directory / TEMPLATE_FILE).write_text(gold["template"])
-        (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
+        directory = write_chatting(family, tmp_path_factory.mktemp(family), videos=True)
         return load(directory, video_rule=video_rule)
 
     return make

@@ -3,26 +3,16 @@
 What needs eight devices runs in a program of its own (`mesh_cases.py`), whose findings are asserted here.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.models.decoder.mesh_axes import dividing_axes
-from kvpatch_jax.models.decoder.sharding import cache_specs, partition_specs, split_mesh
+from kvpatch_jax.models.decoder.sharding import cache_specs, split_mesh
 from tests.models.mesh_cases import FAMILIES
-from tests.models.test_sharding import config_of, specs_of
+from tests.models.test_sharding import config_of, findings, specs_of
 
-ROOT = Path(__file__).parents[2]
 BAR = 1e-5
 """Of the largest magnitude, float32; 4.2e-6 was reached (GLM-4.5V), else 3e-6."""
 DEFAULT = ("few", "qwen2_5_vl", "collectives", "towers")
@@ -30,27 +20,16 @@ LATER = tuple(family for family in FAMILIES if family not in DEFAULT)
 SLOW = ("few-whole", *LATER, "session qwen2_5_vl", "session qwen3_vl_moe")
 
 
-def findings(root: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    """What the program found with eight devices; LLVM tries less hard, on both sides of each comparison."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.models.mesh_cases", str(root), *names]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     """What the default cases found."""
-    return findings(tmp_path_factory.mktemp("mesh"), DEFAULT)
+    return findings("mesh_cases", str(tmp_path_factory.mktemp("mesh")), *DEFAULT)
 
 
 @pytest.fixture(scope="module")
 def slow_facts(tmp_path_factory):
     """What the slow cases found."""
-    return findings(tmp_path_factory.mktemp("mesh"), SLOW)
+    return findings("mesh_cases", str(tmp_path_factory.mktemp("mesh")), *SLOW)
 
 
 # --------------------------------------------------------------------------------------------------------- meshes
@@ -67,17 +46,6 @@ def test_the_axis_is_split_where_devices_outnumber_kv_heads():
     assert split_mesh(two, layout) == two
 
 
-def test_latent_attention_splits_nothing():
-    mesh = AbstractMesh((4,), ("tensor",))
-    assert split_mesh(mesh, config_of("deepseek_v3").text.layout) == mesh
-
-
-def test_other_numbers_of_devices_are_refused_by_name():
-    message = r"got 2 kv_heads over 5 devices of axis 'tensor'; expected a number .* divides 2, or a multiple of it"
-    with pytest.raises(ConfigError, match=message):
-        split_mesh(AbstractMesh((5,), ("tensor",)), config_of("qwen2").text.layout)
-
-
 def test_specs_where_each_kv_head_has_a_group_of_devices():
     specs, both = specs_of("qwen2", 4), ("tensor", "tensor_copies")
     attention = "decoder.layers.attention"
@@ -87,38 +55,6 @@ def test_specs_where_each_kv_head_has_a_group_of_devices():
     assert specs["decoder.embedding"] == P(both, None)
     caches = cache_specs(config_of("qwen2").text.layout, AbstractMesh((4,), ("tensor",)))
     assert caches == dict.fromkeys("kv", P(None, None, None, "tensor"))
-
-
-def test_towers_take_the_axes_that_divide_their_heads_and_widths():
-    """Qwen2.5-VL's tiny tower has 2 heads and widths of 48 and 128, over 2 KV heads of 4 devices each."""
-    config = config_of("qwen2_5_vl")
-    leaf = lambda shape: jax.ShapeDtypeStruct(shape, np.float32)
-    shapes = {
-        ("visual", "blocks", *name.split(".")): value
-        for name, value in {
-            "qkv.kernel": leaf((4, 32, 96)),
-            "output.kernel": leaf((4, 32, 32)),
-            "mlp.gate.kernel": leaf((4, 32, 48)),
-            "mlp.down.kernel": leaf((4, 44, 32)),
-            "mlp.down.bias": leaf((4, 32)),
-        }.items()
-    } | {("other", "output", "kernel"): leaf((32, 32))}
-    specs = partition_specs(config.text, shapes, AbstractMesh((8,), ("tensor",)), {"visual": 2})
-    assert {".".join(path[-3:]): spec for path, spec in specs.items()} == {
-        "blocks.qkv.kernel": P(None, None, None),
-        "blocks.output.kernel": P(None, "tensor", None),
-        "mlp.gate.kernel": P(None, None, ("tensor", "tensor_copies")),
-        "mlp.down.kernel": P(None, "tensor_copies", None),
-        "mlp.down.bias": P(None, None),
-        "other.output.kernel": P(None, None),
-    }
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(16, ("a", "b")), (12, ("b",)), (6, ("a",)), (7, ()), (3420, ("b",)), (0, ("a", "b"))]
-)
-def test_as_many_devices_as_divide(size, expected):
-    assert dividing_axes(size, AbstractMesh((2, 4), ("a", "b")), ("a", "b")) == expected
 
 
 # ----------------------------------------------------------------------------------------------- on eight devices

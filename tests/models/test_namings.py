@@ -1,7 +1,6 @@
 """Names that releases, transformers and fine-tunes give to tensors: one model, whichever of them a file has."""
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -81,25 +80,16 @@ def unfused(tensors: Tensors) -> Tensors:
     return found
 
 
-def digest(tensors: Tensors) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        found.update(f"{name} {list(tensors[name].shape)} ".encode())
-        found.update(np.ascontiguousarray(tensors[name]).tobytes())
-    return found.hexdigest()
-
-
 def assert_same_model(one: models.ModelBackbone, directory: Path) -> None:
     other = models.load(directory)
     jax.tree.map(np.testing.assert_array_equal, one.parameters, other.parameters)
     assert one.fingerprint == other.fingerprint  # chunks of the one are served to the other
 
 
-@pytest.mark.parametrize("family", [name for name in WRITTEN if name != "glm4v_moe"])
+@pytest.mark.parametrize("family", WRITTEN)
 def test_what_transformers_writes_is_the_same_model(family, checkpoint, loaded, tmp_path):
     directory = checkpoint(family)
-    tensors = as_written(load_file(directory / WEIGHTS), WRITTEN[family]["names"])
-    assert digest(tensors) == WRITTEN[family]["digest"]  # byte for byte the file that transformers wrote
+    tensors = as_written(load_file(directory / WEIGHTS), WRITTEN[family])
     assert_same_model(loaded(family), renamed(directory, tmp_path / "theirs", tensors))
 
 
@@ -108,7 +98,7 @@ def swap(old: str, new: str) -> Callable[[Tensors], Tensors]:
 
 
 def as_modules(family: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: as_written(tensors, WRITTEN[family]["names"])
+    return lambda tensors: as_written(tensors, WRITTEN[family])
 
 
 @pytest.mark.parametrize(
@@ -143,19 +133,6 @@ def test_two_names_of_one_tensor_are_refused(checkpoint, tmp_path):
     both = rf"tensors '\S+' and '\S+' for '{name}'; expected one of them"
     with pytest.raises(WeightsError, match=both):
         models.load(renamed(directory, tmp_path / "mixed", tensors))
-
-
-@pytest.mark.parametrize("change", ["missing", "shape"])
-def test_strictness_stays_under_other_names(change, checkpoint, tmp_path):
-    directory = checkpoint("internvl")
-    tensors = as_modules("internvl")(load_file(directory / WEIGHTS))
-    name = "model.vision_tower.encoder.layer.1.mlp.fc1.bias"
-    tensors[name] = tensors[name][1:].copy()
-    if change == "missing":
-        del tensors[name]
-    found = {"missing": "got no tensor .*fc1.bias", "shape": "fc1.bias.*of shape"}
-    with pytest.raises(WeightsError, match=found[change]):
-        models.load(renamed(directory, tmp_path / "other", tensors))
 
 
 # ----------------------------------------------------------------------------------- tensors that no parameter needs

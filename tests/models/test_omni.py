@@ -1,7 +1,6 @@
 """Qwen2.5-Omni's and Qwen3-Omni's thinkers beside what `test_parity.py` and `test_protocol.py` cover."""
 
 import functools
-import json
 
 import jax
 import numpy as np
@@ -13,7 +12,14 @@ from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.core import end_position, to_engine
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load, save
-from tests.goldens.load import GOLDENS, golden_arrays, golden_shapes, write_checkpoint
+from tests.goldens.load import (
+    GOLDENS,
+    golden_arrays,
+    golden_chat,
+    golden_shapes,
+    write_chatting,
+    write_checkpoint,
+)
 from tests.tolerances import assert_close_to_largest
 
 close = functools.partial(assert_close_to_largest, bar=2e-5)
@@ -37,14 +43,6 @@ def test_a_sound_is_heard_as_if_it_were_alone(golden):
     ids = np.concatenate([given.ids, more], axis=1)
     both = backbone.encode(ids, input_features=longer, feature_attention_mask=mask.astype(np.int32))[0]
     close(both[: len(alone)], alone, "beside another")
-
-
-@SLOW
-def test_deepstack_features_are_of_images_alone(golden):
-    deepstack = np.asarray(golden("qwen3_omni", "mixed").tokens.deepstack)[0]
-    ids = golden("qwen3_omni", "mixed").ids[0]
-    assert not deepstack[ids == 305].any()
-    assert deepstack[ids == 302].all()
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -78,21 +76,6 @@ def test_a_full_release_is_its_thinker(family, tiny, tmp_path):
     assert again.audio_config == full.audio_config == plain.audio_config
 
 
-@SLOW
-@BOTH
-def test_names_of_transformers_modules(family, tiny, tmp_path):
-    write_checkpoint(family, tmp_path)
-    path = tmp_path / "model.safetensors"
-    words = {"model": "model.language_model", "visual": "model.visual", "audio_tower": "model.audio_tower"}
-
-    def theirs(name):
-        first, _, rest = name.partition(".")
-        return f"{words.get(first, first)}.{rest}"
-
-    save_file({theirs(name): value for name, value in load_file(path).items()}, path)
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path).parameters, tiny(family).parameters)
-
-
 # ----------------------------------------------------------------------------------------------------- prompts
 
 
@@ -121,30 +104,6 @@ def test_prompts_that_do_not_fit_are_refused(golden):
 def tone(seconds, name=0):
     times = np.arange(int(16000 * seconds)) / 16000
     return (0.3 * np.sin(2 * np.pi * (300 + 50 * name) * times)).astype(np.float32)
-
-
-@pytest.mark.slow
-def test_sounds_and_videos_in_prompts(tiny):
-    """A prompt of items is the prompt of the arrays that they become, one placeholder a feature."""
-    backbone = tiny("qwen3_omni")
-    frames = np.random.default_rng(0).integers(0, 256, (6, 16, 24, 3), np.uint8)
-    items = [[5, 6], kvp.Audio(tone(0.9), 16000), [7], kvp.Video(frames, rate=3.0), [8], kvp.Audio(tone(1.3, 1), 16000)]
-    prompt = backbone.prepare(items)
-    ids, mask = prompt["input_ids"][0], prompt["feature_attention_mask"]
-    assert mask.sum(axis=1).tolist() == [90, 130]
-    assert ids[2] == 306
-    assert ids[-1] == 307
-    assert (ids == 305).sum() == sum(backbone.config.audio.tokens(count) for count in (90, 130))
-    assert prompt["second_per_grid_ts"].tolist() == [np.float32(2 / 3)]
-
-    tokens = backbone.embed(**prompt)
-    features = backbone.encode(**prompt)[0]
-    pads = np.isin(ids, (302, 305))
-    close(tokens.embeddings[0, pads], features, "features in the prompt's order")
-    assert backbone.generate(tokens, 2).shape == (1, 2)
-
-    times = np.asarray(prompt["position_ids"])[0, ids == 302, 0]
-    assert times.max() - times.min() == pytest.approx(2 * backbone.config.tokens_per_second * np.float32(2 / 3))
 
 
 @pytest.mark.slow
@@ -211,10 +170,8 @@ def test_starts_between_positions(tiny):
 
 def conversation(family, tmp_path, **options):
     """The tiny checkpoint with the golden's tokenizer and template, and its messages with what they show."""
-    gold, said = golden_arrays(family, "chat"), json.loads((GOLDENS / family / "chat.json").read_text())
-    directory = write_checkpoint(family, tmp_path / family)
-    (directory / "tokenizer.json").write_text(json.dumps(said["tokenizer"]))
-    (directory / "chat_template.jinja").write_text(said["template"])
+    gold, said = golden_arrays(family, "chat"), golden_chat(family)
+    directory = write_chatting(family, tmp_path / family)
     (directory / "video_preprocessor_config.json").write_text(
         (GOLDENS / family / "video_preprocessor_config.json").read_text()
     )

@@ -198,22 +198,6 @@ def test_pages_of_every_size(backbone, page_size, padded):
 
 
 @pytest.mark.slow
-def test_whole_pages_in_order_are_bit_equal(backbone):
-    """The same keys in the same order: nothing is left that could round otherwise."""
-    case = PagingCase(backbone, page_size=16)
-    kept = 16
-    context = {name: value[:, :1, :kept] for name, value in case.context.items()}
-    rest = Tokens(case.rest.embeddings[:1], case.rest.positions[:1])
-    case.slots = np.arange(3 * 16, 4 * 16)[None]
-    case.context = context
-    paged = case.paged(buckets=None)
-    assert paged.seen.all()
-    expected = backbone.prefill(rest, context, logits="all")
-    found = backbone.prefill(rest, paged, logits="all")
-    assert np.array_equal(found.logits, expected.logits)
-
-
-@pytest.mark.slow
 def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
     case = PagingCase(backbone)
     name = next(name for name in FAMILIES if backbone_of(name, folder) is backbone)
@@ -282,20 +266,6 @@ def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbon
     here = at_slots(found.cache.pool, case.slots, case.layout)
     for name, value in expected.cache.items():
         close(here[name], value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_pages_in_bfloat16_stay_near_a_contiguous_context(dtype, folder):
-    """A model in bf16 over pages in bf16 and in float32."""
-    backbone = load(write_checkpoint("qwen3", folder / "bf16"), dtype="bfloat16")
-    case = PagingCase(backbone, dtype=dtype)
-    expected = backbone.prefill(case.rest, case.context, logits="all")
-    close(backbone.prefill(case.rest, case.paged(), logits="all").logits, expected.logits, 2e-2)
-    cache, slots = case.cache()
-    step = backbone.decode(case.rest, case.paged(), case.own, logits="all")
-    close(step.logits, backbone.decode(case.rest, cache, slots, logits="all").logits, 2e-2)
-    assert all(value.dtype == dtype for value in step.cache.pool.values())
 
 
 @pytest.mark.slow

@@ -3,11 +3,6 @@
 Cases of four devices run in a program of their own (`parallel_cases.py`), whose results are asserted here.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -23,8 +18,8 @@ from kvpatch_jax.models.parallel.prefill import lay_out
 from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.repair import Reading, attention_scores
 from tests.models.parallel_cases import SMALL, sequence
+from tests.models.test_sharding import findings
 
-ROOT = Path(__file__).parents[2]
 BAR = 1e-5
 CASES = ("gqa", "mla", "mrope", "several", "budgets")
 
@@ -32,12 +27,7 @@ CASES = ("gqa", "mla", "mrope", "several", "budgets")
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
     """What the program found, with four devices on the host."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    program = [sys.executable, "-m", "tests.models.parallel_cases", *CASES]
-    run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return findings("parallel_cases", *CASES, devices=4)
 
 
 def check_equal(result: dict[str, Any]) -> None:
@@ -120,14 +110,6 @@ def test_scores_are_the_reductions_of_paper_and_code(reading):
         "head_norm": np.sqrt((weights**2).sum((1, 2))),
     }[reading]
     np.testing.assert_allclose(scores, expected, rtol=2e-6)
-
-
-def test_layout_gives_every_token_one_place():
-    for chunks in ((3, 5, 2, 4), (1, 2, 3, 1, 2, 2, 2, 1)):
-        numbers = lay_out(14, 4, chunks)
-        assert numbers[numbers >= 0].tolist() == np.repeat(np.arange(len(chunks)), chunks).tolist()
-        assert (numbers >= 0).sum(1).tolist() == np.array(chunks).reshape(4, -1).sum(1).tolist()
-        assert (np.diff(numbers >= 0, axis=1).sum(1) <= 1).all()  # padding is behind
 
 
 def test_queries_taken_in_blocks_read_the_same(monkeypatch):

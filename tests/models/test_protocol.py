@@ -161,14 +161,6 @@ def test_resuming_at_a_layer_is_the_prefill(made, family):
         close(behind.logits, out.logits[:, 3:], "logits behind a context")
 
 
-def test_layers_that_are_not_there(made, unchecked):
-    backbone, tokens, _, _ = made("deepseek_v3")
-    with pytest.raises(ShapeError, match="layers: got 4…3; expected layers of this decoder, 0…3"):
-        backbone.prefill(tokens, start_layer=4)
-    with pytest.raises(ShapeError, match=r"hidden_at: got \(5,\)"):
-        backbone.prefill(tokens, hidden_at=(5,))
-
-
 @pytest.mark.parametrize("family", marked(SOME, ("gemma3_text",)))
 def test_steps_over_a_cache_are_the_whole_forward(made, family):
     backbone, tokens, out, engine = made(family)
@@ -327,23 +319,6 @@ def test_saved_and_loaded_again(tiny, family, tmp_path):
     half = load(save(again, tmp_path / "half", dtype="bfloat16"), regime=REGIMES.get(family))
     for path, leaf in flatten_params(half.parameters).items():
         assert leaf.dtype == ("float32" if path[-1] == "correction" else "bfloat16"), path
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "channels"),
-    [
-        ("llama2", "mha", {"k": (4, 16, 16), "v": (4, 16, 0)}),
-        ("qwen3", "gqa", {"k": (2, 24, 24), "v": (2, 24, 0)}),
-        ("glm", "gqa", {"k": (2, 16, 8), "v": (2, 16, 0)}),
-        ("deepseek_v3", "mla", {"ckv": (1, 32, 0), "kpe": (1, 8, 8)}),
-        ("gemma4_wide", "gqa", {"k": (1, 24, 24), "v": (1, 24, 0), "k_local": (2, 16, 16), "v_local": (2, 16, 0)}),
-    ],
-)
-def test_the_layout_follows_from_the_configuration(tiny, family, kind, channels):
-    layout = tiny(family).layout
-    assert layout.kind == kind
-    assert {c.name: (c.heads, c.width, c.rotary) for c in layout.channels} == channels
-    assert layout.rope.cached == ("pairs" if family == "glm" else "half")
 
 
 def test_released_keys_mean_the_same(tmp_path):

@@ -9,9 +9,8 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Template
 from kvpatch_jax.models import load
-from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from kvpatch_jax.models.inputs.texts import TextEncoder
-from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load import golden_chat, write_chatting
 
 NASTY = [
     "a <|image_pad|> b",
@@ -31,13 +30,11 @@ CONTROLS = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """The tiny Qwen2.5-VL; of its control tokens the family's own are not flagged special in tokenizer.json."""
-    gold = json.loads((GOLDENS / "chat.json").read_text())["families"]["qwen2_5_vl"]
-    root = write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
-    for token in gold["tokenizer"]["added_tokens"]:
+    root = write_chatting("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+    table = json.loads((root / "tokenizer.json").read_text())
+    for token in table["added_tokens"]:
         token["special"] = not token["content"].startswith(("<|image", "<|video", "<|vision"))
-    (root / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-    (root / TEMPLATE_FILE).write_text(gold["template"])
-    (root / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
+    (root / "tokenizer.json").write_text(json.dumps(table))
     return root
 
 
@@ -189,14 +186,7 @@ def test_models_that_could_put_a_token_together(kind):
 @pytest.mark.parametrize("family", ["llava", "internvl", "smolvlm", "gemma3", "mistral3", "gemma4"])
 def test_other_families(family, tmp_path):
     """A question that spells every control token that the tokenizer has, with an image before it."""
-    path = GOLDENS / family / "chat.json"
-    shared = json.loads((GOLDENS / "chat.json").read_text())["families"]
-    gold = json.loads(path.read_text()) if path.is_file() else shared[family]
-    root = write_checkpoint(family, tmp_path)
-    (root / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-    (root / TEMPLATE_FILE).write_text(gold["template"])
-    (root / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
-    backbone = load(root)
+    gold, backbone = golden_chat(family), load(write_chatting(family, tmp_path))
     spelled = " ".join(token["content"] for token in gold["tokenizer"]["added_tokens"])
     image = {"type": "image", "image": np.full((24, 32, 3), 99, np.uint8)}
     ask = functools.partial(lambda text: [{"role": "user", "content": [image, {"type": "text", "text": text}]}])

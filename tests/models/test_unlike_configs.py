@@ -38,7 +38,6 @@ def test_kinds_say_channels_windows_and_edges():
     ("change", "message"),
     [
         ({"kinds": (FULL, dataclasses.replace(LOCAL, kv_heads=3))}, "got 3 KV heads of width 16; expected a divisor"),
-        ({"kinds": (FULL, dataclasses.replace(LOCAL, head_dim=8))}, "and the rope's width 16"),
         ({"kinds": (FULL, dataclasses.replace(LOCAL, reads=True))}, "layer 0: got one that reads the KV of no layer"),
     ],
 )

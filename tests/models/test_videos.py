@@ -18,8 +18,6 @@ from kvpatch_jax import Video
 from kvpatch_jax.core import Buckets, relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.families.registry import FAMILIES
-from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from kvpatch_jax.models.inputs.processors import Settings
 from kvpatch_jax.models.inputs.video_frames import Clip, Stream, clips_of
 from kvpatch_jax.models.inputs.videos import (
@@ -31,7 +29,7 @@ from kvpatch_jax.models.inputs.videos import (
     sample_qwen3,
     sample_smolvlm,
 )
-from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load import GOLDENS, golden_chat, write_chatting, write_checkpoint
 from tests.goldens.redraw import draw_frames
 from tests.tolerances import assert_close_to_largest
 
@@ -45,25 +43,10 @@ START, END, IMAGE, VIDEO = 303, 304, 301, 302
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
-@functools.cache
-def golden(family: str) -> dict:
-    return json.loads((GOLDENS / "videos" / f"{family}.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """`checkpoint(family)`: the tiny checkpoint with the golden's tokenizer and template, kept for the module."""
-
-    @functools.cache
-    def make(family):
-        gold = golden(family)
-        directory = write_checkpoint(family, tmp_path_factory.mktemp(family))
-        (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-        (directory / TEMPLATE_FILE).write_text(gold["template"])
-        (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
-        return directory
-
-    return make
+    return functools.cache(lambda family: write_chatting(family, tmp_path_factory.mktemp(family), videos=True))
 
 
 def videos_of(family: str) -> list[Video]:
@@ -87,13 +70,14 @@ def messages(family: str) -> list[dict]:
         return part if part["type"] == "text" else {**part, part["type"]: shown[part["type"]]()}
 
     return [
-        {**message, "content": [filled(part) for part in message["content"]]} for message in golden(family)["messages"]
+        {**message, "content": [filled(part) for part in message["content"]]}
+        for message in golden_chat(family, videos=True)["messages"]
     ]
 
 
 def expected_ids(family: str) -> np.ndarray:
     """The golden's ids; of Qwen3-VL without the start and end around all frames of a video."""
-    ids = golden(family)["input_ids"]
+    ids = golden_chat(family, videos=True)["input_ids"]
     if family != "qwen3_vl":
         return np.array(ids, np.int32)
     out = []
@@ -114,7 +98,7 @@ def digest(array: np.ndarray) -> str:
 @pytest.mark.parametrize("family", NAMES)
 def test_a_conversation_with_videos_equals_transformers(checkpoint, family):
     """Token ids, pixels bit for bit, grids and seconds; images and videos in one prompt."""
-    backbone, gold = load(checkpoint(family)), golden(family)
+    backbone, gold = load(checkpoint(family)), golden_chat(family, videos=True)
     prompt = backbone.chat(messages(family))
     assert prompt["input_ids"][0].tolist() == expected_ids(family).tolist()
     for name, (shape, wanted) in gold["pixels"].items():
@@ -167,24 +151,6 @@ def test_images_and_videos_may_stand_in_any_order(checkpoint, family):
         return embeddings[np.isin(prompt["input_ids"][0], [pad for pad in pads if pad is not None])]
 
     close(features([items[0], [7, 8], *items[1:]]), np.concatenate([features([item]) for item in items]), family)
-
-
-def test_smolvlms_released_settings_are_read(tmp_path):
-    """`video_sampling`'s names; the size beside the table counts before the one in it, as in transformers."""
-    video = FAMILIES["SmolVLMForConditionalGeneration"].video
-    assert video is not None
-    read, sampling = video.settings, {"fps": 2, "max_frames": 32, "video_size": {"longest_edge": 512}}
-    for size, expected in (({"longest_edge": 2048}, 2048), (None, 512)):
-        settings = {"video_sampling": sampling, "max_image_size": {"longest_edge": 384}} | (
-            {"size": size} if size else {}
-        )
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-        config = read(tmp_path)
-        assert (config.length("size"), config.length("max_image_size")) == (expected, 384)
-        assert (config["fps"], config["num_frames"], config["resample"]) == (2, 32, 1)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 512, "height": 3}}))
-    with pytest.raises(ConfigError, match="video size: got"):
-        read(tmp_path).length("size")
 
 
 # ---------------------------------------------------------------------------------------------------------- the frames

@@ -26,7 +26,6 @@ from kvpatch_jax.models.inputs.chat import ChatTemplate
 from kvpatch_jax.models.towers.sam import SamBlock, SamConfig
 from tests.goldens.load import golden_config, write_checkpoint
 from tests.models.releases import RELEASES
-from tests.tolerances import assert_close_to_largest
 
 VL2, OCR2, PHI = (
     models.FAMILIES[name]
@@ -37,40 +36,6 @@ CANDIDATES = [[384, 384], [384, 768], [768, 384], [384, 1152], [1152, 384], [768
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 # ------------------------------------------------------------------------------------------------- DeepSeek-VL2
-
-
-@pytest.mark.slow
-def test_smalls_decoder_has_latent_attention_and_softmax_routing(tmp_path):
-    """Its decoder alone is DeepSeek-V2's, which `test_parity.py` holds against transformers: the same tensors
-    give the same logits.
-    """
-    text = write_checkpoint("deepseek_v2_lite", tmp_path / "text")
-    theirs, raw = models.load(text, angles="float32"), json.loads((text / "config.json").read_text())
-    root = write_checkpoint("deepseek_vl2", tmp_path / "small")
-    whole = json.loads((root / "config.json").read_text())
-    inner = {name: value for name, value in raw.items() if name != "architectures"}
-    whole["language_config"], whole["image_token_id"] = inner, raw["vocab_size"] - 1
-    whole["projector_config"]["n_embed"] = raw["hidden_size"]
-    (root / "config.json").write_text(json.dumps(whole))
-    glue = {name: value for name, value in load_file(root / "model.safetensors").items() if "language" not in name}
-    glue |= wide_glue(raw["hidden_size"], whole["projector_config"])
-    decoder = {f"language.{name}": value for name, value in load_file(text / "model.safetensors").items()}
-    save_file(glue | decoder, root / "model.safetensors", metadata={"format": "pt"})
-    ours = models.load(root, angles="float32")
-    ids = np.array([[5, 9, 17, 3, 40, 11, 8]])
-    found, expected = (each.prefill(each.embed(ids), logits="all").logits for each in (ours, theirs))
-    assert_close_to_largest(np.asarray(found), np.asarray(expected), "logits", bar=1e-5)
-    assert ours.config.text.experts is not None
-    assert ours.config.text.experts.router == "softmax"
-
-
-def wide_glue(width: int, glue: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Parameters of a projector to this width, whose values no text reads."""
-    inner = width * glue["mlp_ratio"]
-    shapes = {"projector.layers.0.weight": (inner, 4 * glue["input_dim"]), "projector.layers.0.bias": (inner,)}
-    shapes |= {"projector.layers.2.weight": (width, inner), "projector.layers.2.bias": (width,)}
-    shapes |= {"image_newline": (width,), "view_seperator": (width,)}
-    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
 
 def authors_pixels(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
@@ -139,32 +104,6 @@ def release_of(name: str, directory: Path) -> Any:
     return VL2.config(release.config, "exact", None)
 
 
-def test_tiny_is_read_as_published(tmp_path):
-    """Sizes of its published configuration, and those its authors' classes have by default."""
-    config = release_of("deepseek-vl2-tiny", tmp_path)
-    tower, text = config.vision, config.text
-    assert (tower.depth, tower.width, tower.heads, tower.intermediate) == (27, 1152, 16, 4304)
-    assert (tower.image, tower.patch, tower.activation) == (384, 14, "gelu_pytorch_tanh")
-    assert config.side_of(384, "pixel_values") == 14
-    assert (text.layers, text.heads, text.head_dim, text.rope.theta) == (12, 10, 128, 1e4)
-    assert (text.experts.experts, text.experts.chosen, text.experts.shared) == (64, 6, 1792)
-    assert (text.experts.dense_layers, text.experts.router, text.latent) == (1, "softmax", None)
-    assert config.image_token == 128815
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "heads", "router", "scaling"),
-    [("deepseek-vl2-small", 27, 16, "softmax", 1.0), ("deepseek-vl2", 30, 32, "sigmoid", 2.0)],
-)
-def test_the_larger_releases_have_latent_attention(name, layers, heads, router, scaling, tmp_path):
-    """base's file leaves out how many layers and heads it has, and both what the parts of a head are."""
-    text = release_of(name, tmp_path).text
-    latent, experts = text.latent, text.experts
-    assert (text.layers, text.heads, text.latent is not None) == (layers, heads, True)
-    assert (latent.latent, latent.query_rank, latent.rope_dim, latent.plain_dim) == (512, None, 64, 128)
-    assert (experts.router, experts.scaling, experts.renormalise) == (router, scaling, router == "sigmoid")
-
-
 @pytest.mark.parametrize(
     ("name", "billions"), [("deepseek-vl2-tiny", 3), ("deepseek-vl2-small", 16), ("deepseek-vl2", 27)]
 )
@@ -173,22 +112,6 @@ def test_releases_have_the_published_sizes(name, billions, tmp_path):
     leaves = jax.tree.leaves(parameters(abstract(release_of(name, tmp_path))))
     assert sum(math.prod(leaf.shape) for leaf in leaves) // 10**9 == billions
     assert jnp.dtype("bfloat16") in {leaf.dtype for leaf in leaves}
-
-
-def test_classes_hold_what_files_leave_out():
-    """The authors' DeepseekV2Config: latent attention of its sizes, no experts, 30 layers."""
-    parts = {"vision_config": {}, "projector_config": {"input_dim": 1024, "n_embed": 4096}, "language_config": {}}
-    config = VL2.config({**parts, "image_token_id": 5}, "exact", None)
-    text = config.text
-    assert (text.vocabulary, text.width, text.intermediate, text.layers, text.heads) == (102400, 4096, 11008, 30, 32)
-    assert (text.experts, text.norm_epsilon, text.activation) == (None, 1e-6, "silu")
-    latent = text.latent
-    assert latent is not None
-    assert (latent.latent, latent.query_rank, latent.rope_dim, latent.plain_dim, latent.value_dim) == (
-        *(512, 1536, 64, 128, 128),
-    )
-    assert (config.vision.depth, config.vision.width, config.vision.intermediate) == (24, 1024, 4096)
-    assert (config.vision.patch, config.fold, config.inner) == (16, 2, 4096)
 
 
 def test_the_placeholder_is_the_tokenizers(tmp_path):
@@ -231,13 +154,6 @@ def test_prompts_are_plain_texts():
     content = [{"type": "image"}, {"type": "text", "text": "Free OCR."}]
     chat = ChatTemplate(template, (("bos_token", "<s>"),))
     assert chat.render([{"role": "user", "content": content}]) == "<s><image>\nFree OCR."
-
-
-def test_a_compressor_must_lead_to_the_next_tower():
-    raw = golden_config("deepseek_ocr2")
-    raw["vision_config"]["sam_config"]["downsample_channels"] = [12, 16]
-    with pytest.raises(ConfigError, match=r"got \(12, 16\); expected to end in the encoder's 24"):
-        OCR2.config(raw, "float32", None)
 
 
 def authors_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -442,12 +358,11 @@ def test_phi_prompts_are_the_authors(tmp_path):
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": asked}]
     first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
     laid = [*frame.front, *first, *frame.between, *second]
-    laid += backbone.ids(f"{frame.before}{asked}{frame.behind}")
+    laid += backbone.ids([frame.before, asked, frame.behind])
     assert laid == backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
 
     again = models.load(models.save(backbone, tmp_path / "saved"))
     np.testing.assert_array_equal(again.chat(messages)["input_ids"], prompt["input_ids"])
-    with pytest.raises(InputError, match="got 2 image placeholders; expected 1"):
-        backbone.chat(
-            [{"role": "user", "content": [messages[0]["content"][0], {"type": "text", "text": "<|image_9|>"}]}]
-        )
+    # What a user writes is text, whatever it spells.
+    content = [messages[0]["content"][0], {"type": "text", "text": "<|image_9|>"}]
+    assert (backbone.chat([{"role": "user", "content": content}])["input_ids"] == 301).sum() == counts[0]

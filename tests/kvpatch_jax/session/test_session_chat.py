@@ -1,7 +1,6 @@
 """Sessions laid out by a checkpoint's chat template: the very tokens of its own prompts, images staying chunks."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,14 @@ from session_cases import image_of, reader
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, SessionError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load import write_chatting
 
-GOLD = json.loads((GOLDENS / "chat.json").read_text())["families"]
 ASKED, SYSTEM = "What is this?", "A page"
 
 
 def checkpoint(family: str, folder: Path) -> Any:
     """The tiny checkpoint with transformers' tokenizer and template."""
-    directory, gold = write_checkpoint(family, folder), GOLD[family]
-    (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-    (directory / TEMPLATE_FILE).write_text(gold["template"])
-    (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
-    return load(directory)
+    return load(write_chatting(family, folder))
 
 
 @pytest.fixture(scope="module")
