@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 
-from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
+from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, check_activation
 from .common import (
     BlockConfig,
     LayerNorm,
@@ -108,6 +108,7 @@ class PackedConfig:
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads, 4)
         _ = self.block  # refuses unknown activations
+        check_activation(self.merger_activation, "projector_hidden_act")
         inside = {layer for layer in self.deepstack_layers if type(layer) is int and 0 <= layer < self.depth}
         if list(self.deepstack_layers) != sorted(inside):
             raise ConfigError(
