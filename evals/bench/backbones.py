@@ -138,7 +138,7 @@ class ModelPair:
 
     def calls(self, operation: str) -> dict[str, Callable[[], float]]:
         """Lists the sides of an operation: CPU seconds of a call."""
-        calls = {"kvpatch_jax": functools.partial(cpu_seconds, getattr(self, operation))}
+        calls: dict[str, Callable[[], float]] = {"kvpatch_jax": lambda: cpu_seconds(getattr(self, operation))}
         if self.theirs is not None:
             ask = functools.partial(self.theirs.ask, "seconds", name=operation, least=LEAST)
             calls["transformers"] = lambda: ask()["seconds"]

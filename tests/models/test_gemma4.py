@@ -1,6 +1,7 @@
 """Gemma 4 beside what all families share: videos, sounds, prompts of all three, budgets, refusals."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from kvpatch_jax.models.families.registry import FAMILIES
 from tests.goldens.load import GOLDENS, golden_arrays, golden_images, write_chatting
 from tests.goldens.redraw import digest, draw_frames, standard_values
 
-FAMILY = FAMILIES["Gemma4ForConditionalGeneration"]
+FAMILY: Any = FAMILIES["Gemma4ForConditionalGeneration"]
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 

@@ -16,7 +16,7 @@ BAR = 2e-5
 # float32 is up to 1.5e-5 from its float64 here (qwen3_5_moe_text, setting 3), ours 3.4e-5.
 # Gemma 4 norms what its gelu leaves far below zero, of which transformers' tanh has no digits: its float32 is up to
 # 6e-5 from its float64.
-BARS = dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_5", "gemma4"), 5e-5)
+BARS: dict[str, float] = dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_5", "gemma4"), 5e-5)
 
 
 def refused(config):

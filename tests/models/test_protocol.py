@@ -6,6 +6,7 @@ to 1e-5 of the largest magnitude. One family of each kind of attention runs by d
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kvpatch_jax.backbone import Backbone, joined_tokens
+from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.core import Buckets, relocate, to_engine
 from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.models import load, save
+from kvpatch_jax.models import ModelBackbone, load, save
 from kvpatch_jax.models.checkpoints import flatten_params
 from kvpatch_jax.models.decoding.generation import pad_rows
 from tests.compilations import compilations
@@ -89,7 +90,7 @@ def bits(kv):
 def test_relocation(made, family):
     """Forwards at p and p + δ have the same phase-free KV; keys moved either way are those of the forward there."""
     backbone, tokens, out, engine = made(family)
-    moves = [np.array(delta, np.int32) for delta in (1, 1000, 100_000)]
+    moves: list[Any] = [np.array(delta, np.int32) for delta in (1, 1000, 100_000)]
     if tokens.positions.ndim == 3:  # the axes may move apart
         moves.append(np.array([5, 1000, 70], np.int32))
     if tokens.positions.dtype == np.float32:
@@ -307,7 +308,7 @@ def test_another_prompt_place_or_slot_does_not_compile_again(golden, made):
 def test_saved_and_loaded_again(tiny, family, tmp_path):
     """`save` writes the tensors that were read: fused ones, experts and stacks of layers included."""
     backbone = tiny(family)
-    assert isinstance(backbone, Backbone)
+    assert isinstance(backbone, ModelBackbone)
     original = load_file(write_checkpoint(family, tmp_path / "original") / "model.safetensors")
     written = load_file(save(backbone, tmp_path / "copy") / "model.safetensors")
     assert written.keys() <= original.keys()

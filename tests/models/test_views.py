@@ -27,6 +27,9 @@ from kvpatch_jax.models.towers.sam import SamBlock, SamConfig
 from tests.goldens.load import golden_config, write_checkpoint
 from tests.models.releases import RELEASES
 
+VL2: Any
+OCR2: Any
+PHI: Any
 VL2, OCR2, PHI = (
     models.FAMILIES[name]
     for name in ("DeepseekVLV2ForCausalLM", "DeepseekOcr2ForConditionalGeneration", "Phi3VForCausalLM")
