@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 import re
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 MOST_LAYERS = 1024
+_LEVEL = threading.RLock()
+"""Held while transformers' logging is quiet: models may be read by several threads."""
 _DTYPES = ("dtype", "torch_dtype")
 _DEPTHS = frozenset({"num_hidden_layers", "depth", "encoder_layers"})
 _SIZES = _DEPTHS | _words(
@@ -162,13 +165,15 @@ def without_keys(raw: Mapping[str, Any], ignore: Collection[str]) -> tuple[dict[
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Holds back what transformers logs of keys: the ones that matter are refused or warned about here."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    # Asked of transformers, which sets the level itself when it is first asked.
+    logger = require("transformers.utils.logging", "transformers").get_logger("transformers")
+    with _LEVEL:
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def _tables(value: Any) -> Any:
