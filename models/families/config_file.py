@@ -9,10 +9,8 @@ from kvpatch_jax.errors import ConfigError
 
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need
-from .parsed import Table, check_table, known_classes, parse, typed_errors
+from .parsed import DTYPES, Table, check_table, known_classes, parse, typed_errors
 from .text_towers import read_text
-
-_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class FamilyConfig:
         """Returns `config.json` as it was read, with the dtype that the parameters have now."""
         raw: dict[str, Any] = json.loads(self.raw)
         for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-            for name in _DTYPES:
+            for name in DTYPES:
                 part.pop(name, None)
         model_type = raw.get("model_type", self.family.model_type)
         return raw | {

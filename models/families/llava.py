@@ -65,6 +65,7 @@ def read_tiles(model: Mapping[str, Any], tower: ViTConfig) -> TileConfig:
 
 
 def llava_entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+    """Maps decoder, tower, projector and, where images are cut into tiles, the newline behind a row."""
     decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
     glue = "multi_modal_projector"
     entries = [*decoder, *clip_entries(config.vision, "vision_tower")]

@@ -27,7 +27,7 @@ def _words(text: str) -> frozenset[str]:
 MOST_LAYERS = 1024
 _LEVEL = threading.RLock()
 """Held while transformers' logging is quiet: models may be read by several threads."""
-_DTYPES = ("dtype", "torch_dtype")
+DTYPES = ("dtype", "torch_dtype")
 _DEPTHS = frozenset({"num_hidden_layers", "depth", "encoder_layers"})
 _SIZES = _DEPTHS | _words(
     """
@@ -99,7 +99,7 @@ def parse(raw: Any, model_type: str, place: str = "config.json") -> Table:
         raise ConfigError(f"{place}: got model_type {model_type!r:.60}; expected one that transformers has a class for")
     with typed_errors(place), _quiet():
         # The class changes the tables that it gets; where torch is installed, dtypes would import it.
-        config = classes[model_type](**without_keys(copy.deepcopy(dict(raw)), _DTYPES)[0])
+        config = classes[model_type](**without_keys(copy.deepcopy(dict(raw)), DTYPES)[0])
         parsed = _tables(config.to_dict())
     for key, value in _take_unknown(config, raw, parsed, _fields(config)).items():
         warnings.warn(

@@ -101,6 +101,19 @@ class BlockConfig:
         check_activation(self.activation, "tower's hidden_act")
 
 
+def count_layers_run(feature_layer: int, depth: int) -> int:
+    """Returns how many blocks lie below a hidden state, as transformers numbers them: -1 the last, 0 the embeddings.
+
+    Raises:
+      ConfigError: no such hidden state.
+    """
+    if not isinstance(feature_layer, int):
+        raise ConfigError(f"vision_feature_layer: got {feature_layer!r}; expected one layer")
+    if not -depth - 1 <= feature_layer <= depth:
+        raise ConfigError(f"vision_feature_layer: got {feature_layer}; expected a layer of the tower's {depth}")
+    return feature_layer if feature_layer >= 0 else depth + 1 + feature_layer
+
+
 def project_fused(qkv: Linear, x: Float[Array, "*lead D"], heads: int) -> tuple[Array, Array, Array]:
     """Computes query, key and value [..., N, H] by one matrix, which has all queries first, then keys, then values.
 

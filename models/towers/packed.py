@@ -29,6 +29,7 @@ from .common import (
     add_positions,
     axial_tables,
     check_heads,
+    count_layers_run,
     join_places,
     learned,
     pad_segments,
@@ -43,13 +44,12 @@ GATED_MERGER_EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedConfig:
-    """Sizes and switches of a tower and its merger: `merge` patches a side become one token of `output_width`.
+class PackedConfig(BlockConfig):
+    """Sizes and switches of a tower and its merger, beside those of its blocks: `merge` patches a side become one token
+    of `output_width`.
 
     Attributes:
-      rms_norms, gated: RMS norms in place of layer norms, a gated MLP in place of a plain one.
-      fused: query, key and value are one matrix, as the file has it. qkv_bias, bias: of these, and of a block's other
-        maps. patch_bias: of the map of patches.
+      patch_bias: of the map of patches.
       embedding_norm, final_norm: norms in front of the blocks and behind them.
       positions: side of the square of learned positions, 0 for none; `interpolation` says how grids read it.
       rotary: rows have the first half of a head's frequencies and columns the second ("axes"); columns and rows take
@@ -68,22 +68,14 @@ class PackedConfig:
     """
 
     depth: int
-    width: int
-    heads: int
-    intermediate: int
     output_width: int
     patch: int
     merge: int = 1
     temporal: int = 1
     channels: int = 3
-    activation: str
     theta: float
     norm_epsilon: float = 1e-6
-    rms_norms: bool = False
-    gated: bool = False
     fused: bool = True
-    qkv_bias: bool = True
-    bias: bool = True
     patch_bias: bool = False
     embedding_norm: bool = False
     final_norm: bool = False
@@ -103,20 +95,16 @@ class PackedConfig:
     merger_bias: bool = True
     merger_epsilon: float | None = None
     gated_merger: bool = False
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_heads(self.width, self.heads, 4)
-        _ = self.block  # refuses unknown activations
+        _ = self.layers_run  # refuses a layer that is not there
         check_activation(self.merger_activation, "projector_hidden_act")
         inside = {layer for layer in self.deepstack_layers if type(layer) is int and 0 <= layer < self.depth}
         if list(self.deepstack_layers) != sorted(inside):
             raise ConfigError(
                 f"deepstack layers: got {self.deepstack_layers}; expected rising layers below {self.depth}"
-            )
-        if not -self.depth - 1 <= self.feature_layer <= self.depth:
-            raise ConfigError(
-                f"vision_feature_layer: got {self.feature_layer}; expected a layer of the tower's {self.depth}"
             )
 
     @property
@@ -127,24 +115,7 @@ class PackedConfig:
     @property
     def layers_run(self) -> int:
         """Blocks up to the hidden state that is the feature."""
-        return self.feature_layer if self.feature_layer >= 0 else self.depth + 1 + self.feature_layer
-
-    @property
-    def block(self) -> BlockConfig:
-        """The transformer block."""
-        return BlockConfig(
-            self.width,
-            self.heads,
-            self.intermediate,
-            self.activation,
-            self.norm_epsilon,
-            fused=self.fused,
-            qkv_bias=self.qkv_bias,
-            bias=self.bias,
-            rms_norms=self.rms_norms,
-            gated=self.gated,
-            dtype=self.dtype,
-        )
+        return count_layers_run(self.feature_layer, self.depth)
 
 
 def plan_patches(config: PackedConfig, grids: Int[np.ndarray, "images axes"]) -> dict[str, np.ndarray]:
@@ -272,7 +243,7 @@ class PackedTower(nnx.Module):
         self.patch_embedding = Linear(config.features, width, bias=config.patch_bias, rngs=rngs, dtype=dtype)
         self.embedding_norm = norm(config.embedding_norm)
         self.position_embedding = learned(rngs, (config.positions**2, width), dtype) if config.positions else None
-        self.blocks = PlainBlock(config.block, rngs, (config.depth,))
+        self.blocks = PlainBlock(config, rngs, (config.depth,))
         self.final_norm = norm(config.final_norm)
         self.merger = GatedMerger(config, rngs) if config.gated_merger else Merger(config, rngs)
         deep = len(config.deepstack_layers)

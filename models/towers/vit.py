@@ -18,7 +18,7 @@ from kvpatch_jax.errors import ConfigError, ShapeError
 from ..attention import Mask, attention
 from ..decoder.layers import Linear
 from ..decoder.mesh_axes import spread
-from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, learned, scan_blocks
+from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, count_layers_run, learned, scan_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +60,11 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads)
-        if not isinstance(self.feature_layer, int):
-            raise ConfigError(f"vision_feature_layer: got {self.feature_layer!r}; expected one layer")
+        _ = self.layers_run  # refuses a layer that is not there
         if self.norm_type not in ("layer_norm", "rms_norm"):
             raise ConfigError(f"norm_type: got {self.norm_type!r}; expected 'layer_norm' or 'rms_norm'")
         if self.final_norm not in ("applied", "kept", "none"):
             raise ConfigError(f"final_norm: got {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
-        if not -self.depth - 1 <= self.feature_layer <= self.depth:
-            raise ConfigError(
-                f"vision_feature_layer: got {self.feature_layer}; expected a layer of the tower's {self.depth}"
-            )
 
     @property
     def side(self) -> int:
@@ -84,7 +79,7 @@ class ViTConfig:
     @property
     def layers_run(self) -> int:
         """Blocks up to the hidden state that is the feature."""
-        return self.feature_layer if self.feature_layer >= 0 else self.depth + 1 + self.feature_layer
+        return count_layers_run(self.feature_layer, self.depth)
 
     @property
     def block(self) -> BlockConfig:
