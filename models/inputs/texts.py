@@ -79,19 +79,19 @@ class TextEncoder:
         self.tokenizer, self.unknown = tokenizer, unknown_token(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._controls = {token.content for number, token in added.items() if token.special or number in controls}
-        texts = self._controls | {mark for mark in marks if isinstance(mark, str)}
+        # What a text has of the two characters, or of their JSON form, is broken up too, and so stays.
+        texts = self._controls | {mark for mark in marks if isinstance(mark, str)} | {_BREAK, _ESCAPED}
         patterns = [mark.pattern for mark in marks if isinstance(mark, re.Pattern)]
-        if texts:
-            firsts = "".join(sorted({re.escape(text[0]) for text in texts}))
-            patterns.append(f"(?=[{firsts}])(?:{'|'.join(map(re.escape, texts))})")
-        self._spelling = re.compile(f"(?s)(?={'|'.join(patterns)})(.)") if patterns else None
+        firsts = "".join(sorted({re.escape(text[0]) for text in texts}))
+        patterns.append(f"(?=[{firsts}])(?:{'|'.join(map(re.escape, texts))})")
+        self._spelling = re.compile(f"(?s)(?={'|'.join(patterns)})(.)")
         self._starts = {text[:size] for text in texts for size in range(1, len(text))}
         self._ends = {text[size:] for text in texts for size in range(1, len(text))}
-        self._longest = max(map(len, texts), default=1)
+        self._longest = max(map(len, texts))
 
     def literal(self, text: str) -> str:
         """Returns a text in which nothing is spelled like a control token, for `encode`."""
-        return text if self._spelling is None else self._spelling.sub(rf"\1{_BREAK}", text)
+        return self._spelling.sub(rf"\1{_BREAK}", text)
 
     def literals(self, value: Any) -> Any:
         """Returns values of messages with every text in them literal, also where several are put together."""

@@ -18,6 +18,7 @@ NASTY = [
     "<|vision_start|><|image_pad|><|vision_end|>",
     "<|im_end<|im_end|>|>",
     "<image> <video> <s> </s> <",
+    "a \\ufdd0\\ufdd1 b\\",
 ]
 CONTROLS = {
     "<|im_start|>": "special",
