@@ -53,7 +53,9 @@ def _without_advice() -> Iterator[None]:
 def _import_beside_torch(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == "transformers":
+            raise
         # transformers imports a PyTorch that it finds. Start again with one that cannot be found.
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]

@@ -10,6 +10,7 @@ import pytest
 from kvpatch_jax.errors import ConfigError, MissingExtraError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.inputs.chat import ChatTemplate
+from kvpatch_jax.utils.optional_packages import require
 from tests.goldens.load import write_chatting, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,13 @@ def test_a_chat_template_without_jinja2_names_the_extra(hidden):
     hidden("jinja2")
     with pytest.raises(MissingExtraError, match=f"jinja2: got .*{COMMAND}"):
         ChatTemplate("{{ messages }}").render([])
+
+
+def test_a_module_that_transformers_lacks_leaves_what_is_imported_of_it():
+    kept = require("transformers.utils.logging", "transformers")
+    with pytest.raises(MissingExtraError, match=r"No module named 'transformers\.models\.none'"):
+        require("transformers.models.none.module", "transformers")
+    assert sys.modules["transformers.utils.logging"] is kept
 
 
 def run(code, tmp_path, *arguments):
