@@ -35,6 +35,10 @@ class PatchMismatchError(KVPatchError):
     """A patch whose chunk, content, base, layout or backbone differs from that of its target."""
 
 
+class WorseThanBlindError(KVPatchError):
+    """A patch that, by its readout error, would lose more than reuse without it."""
+
+
 class WeightsError(KVPatchError):
     """Missing, misshapen or unknown weights of a backbone, or weights that a store's chunks were not computed with."""
 

@@ -28,6 +28,9 @@ DATASETS = {
     "facts": "evals.texts.dataset:FACTS",
     "two_hops": "evals.texts.dataset:TWO_HOPS",
     "passages": "evals.texts.dataset:PASSAGES",
+    "corpus": "evals.texts.held_out:CORPUS",
+    "held_out": "evals.texts.held_out:HELD_OUT",
+    "versions": "evals.texts.held_out:VERSIONS",
     "infoflow": "evals.texts.infoflow:INFOFLOW",
     "bytes": "evals.task.versions:VERSIONS",
     "windows": "evals.windows.operations:WINDOWS",
@@ -165,7 +168,7 @@ class Dataset(Protocol):
     """Contexts of which one chunk is reused.
 
     A data set may also have `prepare(backbone, run)`, which fits what methods need ahead, on contexts that are not
-    measured: settings by method.
+    measured: settings by method; and `groups`, kinds by the name of what they are also measured together as.
 
     Attributes:
       name: in rows, "<name>.<probe>".

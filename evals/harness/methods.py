@@ -1,6 +1,7 @@
 """Arms: a method of `kvpatch_jax.repair` with its budget and settings, by a name that rows carry."""
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -24,14 +25,15 @@ class Arm:
     Attributes:
       name: as rows have it, "cacheblend.budget=0.15".
       method: its key in `METHODS`.
-      tokens: share of the tokens that may be recomputed: 0 where none, 1 where settings say how much is stored.
+      tokens: share of the tokens that may be recomputed; None: the method's own default, and where it has none 0, or 1
+        if settings say how much is stored.
       bytes: share of the chunk's KV bytes that may be stored, in place of tokens; None: no such limit.
       settings: other keyword arguments of the method.
     """
 
     name: str
     method: str
-    tokens: float = 0.0
+    tokens: float | None = None
     bytes: float | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -50,11 +52,14 @@ class Arm:
           KVPatchError: as the method; a budget that nothing fits in, say.
         """
         layout, tokens = backbone.layout, splice.slots.shape[1]
-        if self.bytes is None:
-            budget = RepairBudget(share=self.tokens)
-        else:
-            budget = RepairBudget(kv_bytes=int(self.bytes * kv_bytes(layout, tokens)))
-        return METHODS[self.method](backbone, splice, budget, **{**prepared, **self.settings})
+        options, method = {**prepared, **self.settings}, METHODS[self.method]
+        if self.bytes is not None:
+            options["budget"] = RepairBudget(kv_bytes=int(self.bytes * kv_bytes(layout, tokens)))
+        elif self.tokens is not None:
+            options["budget"] = RepairBudget(share=self.tokens)
+        elif inspect.signature(method).parameters["budget"].default is inspect.Parameter.empty:
+            options["budget"] = RepairBudget(share=1.0 if self.settings else 0.0)
+        return method(backbone, splice, **options)
 
 
 def parse(name: str) -> Arm:
@@ -76,5 +81,6 @@ def parse(name: str) -> Arm:
             raise InputError(f"method {name!r}: got the setting {pair!r}; expected key=value")
         settings[key] = toml_value(value)
     share = settings.pop("bytes", None)
-    tokens = settings.pop("budget", 1.0 if settings else 0.0)
-    return Arm(name, method, float(tokens), None if share is None else float(share), settings)
+    tokens = settings.pop("budget", None)
+    tokens, share = (None if value is None else float(value) for value in (tokens, share))
+    return Arm(name, method, tokens, share, settings)

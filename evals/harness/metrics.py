@@ -21,13 +21,14 @@ from .parts import Record
 ANTECEDENTS = (1, 2, 4, 16)
 DEFICIT = "deficit"
 """The arm of records that describe the deficit itself."""
-PER_KIND = ("accuracy", "difference", "kl", "flips", "within", "eta", "flip_recover", "worse")
+PER_KIND = ("accuracy", "difference", "kl", "flips", "within", "eta", "flip_recover", "worse", "harmful", "estimate")
 """Metrics of every kind of question: rows "<metric>.<kind>".
 
 accuracy: share of right answers. difference: accuracy minus the reference's. kl: KL(re-prefill ‖ arm) in nats. flips:
 share of answers that differ from the reference's. within: share of answers that lose at most `SMALL_LOSS`. eta:
 1 − Σ KL(arm) / Σ KL(blind). flip_recover: share brought back of the decisions that blind reuse flips. worse: share of
-contexts whose mean KL is above blind reuse's.
+contexts whose mean KL is above blind reuse's. harmful: the same, by more than a tenth of `SMALL_LOSS`. estimate: the
+correlation of a method's own estimate of what it leaves of blind reuse's loss with what it leaves, over contexts.
 """
 SMALL_LOSS = 0.05
 """Nats of an answer that hardly matter."""
@@ -110,10 +111,13 @@ class ProbeRecords:
     Args:
       records: as `runner.measure_batch` yields them, those of a batch together, the reference's first.
       kinds: names of the kinds of question.
+      groups: kinds by the name of what they are also measured together as.
     """
 
-    def __init__(self, records: Iterable[Record], kinds: Sequence[str]):
-        self.kinds = kinds
+    def __init__(self, records: Iterable[Record], kinds: Sequence[str], groups: Mapping[str, Sequence[str]] = {}):
+        self.groups = {kind: [number] for number, kind in enumerate(kinds)}
+        self.groups |= {name: [kinds.index(kind) for kind in own] for name, own in groups.items()}
+        self.estimates: dict[str, list[float]] = {}
         asked: dict[str, list[np.ndarray]] = {"kind": [], "cluster": [], "answer": []}
         predicted: dict[str, list[np.ndarray]] = {}
         divergence: dict[str, list[np.ndarray]] = {}
@@ -129,6 +133,7 @@ class ProbeRecords:
             if "predicted" in record:
                 predicted.setdefault(arm, []).append(np.asarray(record["predicted"]))
                 divergence.setdefault(arm, []).append(np.asarray(record["kl"], float))
+            self.estimates.setdefault(arm, []).extend(record.get("estimate", ()))
             if arm == DEFICIT:
                 self.profiles.append(record["profile"])
             else:
@@ -142,7 +147,7 @@ class ProbeRecords:
 
     def metrics(self, arm: str, kind: str, names: Collection[str] = PER_KIND) -> dict[str, Interval]:
         """Estimates an arm's metrics over the questions of a kind; those that need blind reuse only where it is."""
-        here = self.asked["kind"] == self.kinds.index(kind)
+        here = np.isin(self.asked["kind"], self.groups[kind])
         cluster, answer = self.asked["cluster"][here], self.asked["answer"][here]
         predicted, kl = self.predicted[arm][here], self.divergence[arm][here]
         reference = self.predicted[REFERENCE][here]
@@ -161,19 +166,44 @@ class ProbeRecords:
             estimates["eta"] = eta._replace(n=len(kl))
             estimates["flip_recover"] = intervals.flip_recover(reference, blind, predicted, cluster)
             estimates["worse"] = _worse(kl, blind_kl, cluster)
+            estimates["harmful"] = _worse(kl, blind_kl, cluster, SMALL_LOSS / 10)
+            estimates["estimate"] = self._estimate(arm, here)
         return {name: interval for name, interval in estimates.items() if name in names}
 
     def rows(self, probe: str, model: str, names: Collection[str] = PER_KIND) -> Iterator[Row]:
         """Yields a row per kind, arm and metric, then the costs."""
-        numbers = set(self.asked["kind"].tolist())
-        for number, kind in enumerate(self.kinds):
-            for arm in self.predicted if number in numbers else ():
+        asked = set(self.asked["kind"].tolist())
+        for kind, numbers in self.groups.items():
+            for arm in self.predicted if asked.intersection(numbers) else ():
                 for metric, interval in self.metrics(arm, kind, names).items():
                     yield measured_row(probe, model, arm, f"{metric}.{kind}", interval)
         for arm, shares in self.costs.items():
             for metric, share in shares.items():
                 yield measured_row(probe, model, arm, metric, Interval(share, share, share, 1))
         yield from self._deficit_rows(probe, model)
+
+    def _estimate(self, arm: str, here: np.ndarray) -> Interval:
+        """Correlates a method's own estimate of the loss that it leaves with what it left, over contexts, in logs."""
+        clusters, first = np.unique(self.asked["cluster"], return_index=True)
+        # Estimates are in the order of contexts, as their first questions are.
+        order = self.asked["cluster"][np.sort(first)]
+        if len(self.estimates.get(arm, ())) != len(clusters):
+            return intervals.UNDEFINED
+        left = dict(zip(order.tolist(), self.estimates[arm], strict=True))
+        pairs = []
+        for cluster in np.unique(self.asked["cluster"][here]):
+            own = here & (self.asked["cluster"] == cluster)
+            blind = self.divergence[BLIND][own].mean()
+            if blind >= DAMAGE:
+                measured = max(self.divergence[arm][own].mean() / blind, 1e-6)
+                pairs.append((np.log(max(left[cluster], 1e-9)), np.log(measured)))
+        if len(pairs) < 8:
+            return intervals.UNDEFINED
+        value = float(np.corrcoef(np.array(pairs).T)[0, 1])
+        # Fisher's transformation.
+        spread = 1.96 / np.sqrt(len(pairs) - 3)
+        low, high = np.tanh(np.arctanh(min(value, 1 - 1e-9)) + np.array([-spread, spread]))
+        return Interval(value, float(low), float(high), len(pairs))
 
     def _deficit_rows(self, probe: str, model: str) -> Iterator[Row]:
         """Yields the deficit's statistics by layer and channel, the mean over contexts."""
@@ -185,11 +215,11 @@ class ProbeRecords:
                     yield measured_row(probe, model, f"layer={layer}.{channel}", metric, interval)
 
 
-def _worse(kl: np.ndarray, blind: np.ndarray, cluster: np.ndarray) -> Interval:
-    """Estimates the share of contexts in which an arm's mean KL is above blind reuse's."""
+def _worse(kl: np.ndarray, blind: np.ndarray, cluster: np.ndarray, more: float = 1e-9) -> Interval:
+    """Estimates the share of contexts in which an arm's mean KL is above blind reuse's, by more than `more` nats."""
     labels, where = np.unique(cluster, return_inverse=True)
-    difference = np.bincount(where, kl - blind, len(labels))
-    return intervals.mean(difference > 1e-9, labels)
+    difference = np.bincount(where, kl - blind, len(labels)) / np.bincount(where, minlength=len(labels))
+    return intervals.mean(difference > more, labels)
 
 
 def mean_rows(rows: Iterable[Row], models: Sequence[str]) -> list[Row]:

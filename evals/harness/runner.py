@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvpatch_jax.errors import InputError, KVPatchError
 
 from . import frame, metrics
@@ -143,7 +145,10 @@ def measure_batch(
         answers = batch.read_asked(repaired) if arm.by_question else batch.read(repaired.cache, repaired.visible)
         # Every batch costs the same, and to count FLOPs is to trace the method again.
         costs = {} if number else {"costs": metrics.cost_shares(repaired, backbone, splice)}
-        yield {**metrics.answer_record(arm.name, answers, reference, valid), **costs}
+        record = metrics.answer_record(arm.name, answers, reference, valid)
+        if repaired.estimate is not None:
+            record["estimate"] = np.asarray(repaired.estimate, float).round(6).tolist()
+        yield {**record, **costs}
 
 
 _PREPARED: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
@@ -181,7 +186,8 @@ def rows_of(
                 name = f"{dataset.name}.{probe}"
                 unserved |= {f"{name}, {model}, {line['arm']}": line["unserved"] for line in flat if "unserved" in line}
                 if flat:
-                    rows += metrics.ProbeRecords(flat, dataset.kinds).rows(name, model, config.metrics)
+                    measured = metrics.ProbeRecords(flat, dataset.kinds, getattr(dataset, "groups", {}))
+                    rows += measured.rows(name, model, config.metrics)
     if config.seeds and set(config.seeds) <= {row["model"] for row in rows}:
         rows = [*metrics.mean_rows(rows, config.seeds), *rows]
     return rows, unserved

@@ -1,13 +1,16 @@
 """Text that every machine with Python has: Python's standard library, and packages beside it.
 
 Four domains: *prose* (the language reference that `pydoc` shows, documentation strings), *code* (modules), *tables*
-(data sets, tables of encodings), *transcripts* (sessions of an interpreter: examples with what they printed). Nothing
-of it is shipped here.
+(data sets, tables of encodings), *transcripts* (sessions of an interpreter: examples with what they printed). Three
+kinds are held out, on which no size of a patch is chosen: *descriptions* (what packages say of themselves in the
+index), *sources* (modules of jax, flax and pandas), *measures* (tables of numbers: sizes of letters, values of
+functions). Nothing of it is shipped here.
 """
 
 import ast
 import doctest
 import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import sysconfig
@@ -182,6 +185,42 @@ def _session(docstring: str) -> list[str]:
     return [*lines, ""] if lines else []
 
 
+def _descriptions() -> NamedTexts:
+    """Yields the descriptions of the packages that are installed, without how each begins: badges and its name."""
+    described: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        metadata = package.metadata
+        described[metadata["Name"]] = metadata.get("Description") or metadata.get_payload() or ""
+    for name in _shuffled(list(described)):
+        yield name, described[name][500:]
+
+
+def _sources() -> NamedTexts:
+    """Yields modules of packages that the corpus does not read."""
+    for package in ("jax", "flax", "pandas"):
+        for name, path in _modules(package):
+            yield name, _read(path)
+
+
+def _measures() -> NamedTexts:
+    """Yields tables of numbers: the sizes of letters in fonts, and values of functions."""
+    shipped = (("matplotlib", "mpl-data/fonts/*/*.afm"), ("numpy", "_core/tests/data/*.csv"))
+    names: dict[str, Path] = {}
+    for package, pattern in shipped:
+        root = _folder(package)
+        for path in sorted(root.glob(pattern)) if root is not None else ():
+            names[f"{package}/{path.name}"] = path
+    for name in _shuffled(list(names)):
+        text = _read(names[name])
+        # In front of the letters stands what every font file says.
+        yield name, text[max(text.find("\nC "), 0) + 1 :]
+
+
+HELD_OUT: dict[str, Callable[[], NamedTexts]] = {
+    "descriptions": _descriptions,
+    "sources": _sources,
+    "measures": _measures,
+}
 SOURCES: dict[str, Callable[[], NamedTexts]] = {
     "prose": _prose,
     "code": _code,

@@ -128,23 +128,29 @@ def start_tokens(backbone: Any) -> Ids:
 
 
 def spliced(
-    backbone: Any, lead: Ids, front: Int[np.ndarray, "B A"], chunk: Int[np.ndarray, "B T"]
+    backbone: Any,
+    lead: Ids,
+    front: Int[np.ndarray, "B A"],
+    chunk: Int[np.ndarray, "B T"],
+    base: int | None = None,
 ) -> tuple[SplicedCache, KV]:
     """Prefills chunks behind the lead alone, and splices them where they stand: behind the lead and other text.
 
     Args:
       lead: tokens that begin every prompt, an instruction or a start token; may be empty.
       front: text between lead and chunk.
+      base: how many of the lead's tokens chunks are prefilled behind; None: all.
 
     Returns:
       The splice, with what a re-prefill leaves of the chunk recorded; and the whole re-prefilled cache, in the engine
       frame.
     """
     leads = np.repeat(lead[None], len(chunk), axis=0)
-    start, behind = len(lead), len(lead) + front.shape[1]
+    own = leads[:, :base]
+    start, behind = own.shape[1], len(lead) + front.shape[1]
     tokens = placed(backbone.embed(np.concatenate([leads, front, chunk], axis=1)), 0)
     kv = backbone.prefill(tokens).kv
-    alone = backbone.prefill(placed(backbone.embed(np.concatenate([leads, chunk], axis=1)), 0)).kv
+    alone = backbone.prefill(placed(backbone.embed(np.concatenate([own, chunk], axis=1)), 0)).kv
 
     positions = np.arange(behind + chunk.shape[1], dtype=np.int32)
     reference = to_engine(backbone.layout, kv, positions, 0)

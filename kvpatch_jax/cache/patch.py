@@ -60,6 +60,9 @@ class PatchMetadata:
       orbit: whether the patch serves every ordering of the antecedent.
       corrects: for a correction, the digest of the patch that it corrects (`patch_digest`); else None.
       basis: the digest of the shared basis that v is taken from (`patching.Basis`); None where v is the patch's own.
+      errors: readout error of the chunk with the patch, and without it (`patching.readout_error`). The square of their
+        ratio estimates what the patch leaves of blind reuse's loss. None where it was not measured. It tells no patches
+        apart.
     """
 
     chunk: ChunkKey
@@ -70,6 +73,7 @@ class PatchMetadata:
     orbit: bool = False
     corrects: str | None = None
     basis: str | None = None
+    errors: tuple[float, float] | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -95,7 +99,17 @@ class Patch:
         exactness = "" if metadata.antecedent.exact else ", not exact"
         formed = f"{brief(chunk.id)!r} after {tuple(map(brief, metadata.antecedent.ids))}{exactness}"
         kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}"
-        return f"Patch({formed}: {', '.join(ranks)}, {layers}, {kind}, {self.nbytes} bytes)"
+        left = "" if self.predicted is None else f", leaves {self.predicted:.2g} of blind reuse's loss"
+        return f"Patch({formed}: {', '.join(ranks)}, {layers}, {kind}, {self.nbytes} bytes{left})"
+
+    @property
+    def predicted(self) -> float | None:
+        """Share of blind reuse's loss (KL) that the patch is estimated to leave; None where that was not measured."""
+        if self.metadata.errors is None:
+            return None
+        patched, blind = self.metadata.errors
+        # Nothing is lost where nothing was absorbed.
+        return (patched / blind) ** 2 if blind else 0.0
 
     @functools.cached_property
     def tokens(self) -> int | None:

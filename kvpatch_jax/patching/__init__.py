@@ -6,7 +6,9 @@ from .basis import check_in_basis as check_in_basis
 from .basis import fit_basis as fit_basis
 from .basis import form_in_basis as form_in_basis
 from .basis import with_basis as with_basis
+from .byte_budget import DEFAULT_SIZE as DEFAULT_SIZE
 from .byte_budget import ByteBudget as ByteBudget
+from .byte_budget import parse_size as parse_size
 from .canonical import conditioned as conditioned
 from .canonical import make_chunk as make_chunk
 from .change import correction_patch as correction_patch
@@ -19,6 +21,7 @@ from .form import GROUPS as GROUPS
 from .form import KVArrays as KVArrays
 from .form import Method as Method
 from .form import Rank as Rank
+from .form import Size as Size
 from .form import form_patch as form_patch
 from .form import rank_by_channel as rank_by_channel
 from .information_weights import InformationWeights as InformationWeights

@@ -8,6 +8,7 @@ The least error over all is not what a model reads, though: the first layers hav
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +21,18 @@ from ..cache import Chunk, check_finite
 from ..core import PARTS, AnyArray, RaggedFactors, factor_bits, ops, packed_bytes, quantised
 from ..errors import InputError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
+from ..utils.sizes import size_of
 
 Weights = Mapping[str, Float[AnyArray, "L F"]]
 """A weight for each feature of each layer, by channel: an error in it counts that many times."""
 
+DEFAULT_SIZE = "15 %"
+"""Size of a patch where none is named: the smallest of the shares measured at which patches of two real models lose at
+most .3 of blind reuse's KL on every kind of text, at every length (docs/experiments/text.md)."""
+LEAST_DIRECTIONS = 4
+"""Directions for each layer and channel that a share pays for at least, so that short chunks are not cut to nothing."""
+
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%", re.ASCII)
 _STEP = 32
 """Directions are selected in multiples of this, so that patches of many sizes share a program."""
 
@@ -64,6 +73,41 @@ class ByteBudget:
             raise InputError(f"ByteBudget.share: got {share!r:.80}; expected a number above 0")
         whole = chunk.layout.bytes_per_token() * chunk.length + chunk.layout.transition_bytes(jnp.bfloat16)
         return cls(int(share * whole), relative)
+
+
+def budget_of(chunk: Chunk, size: str, dtype: jax.typing.DTypeLike) -> ByteBudget:
+    """Reads the size of a patch that is given as text.
+
+    Args:
+      size: bytes ("12 kB"), or a share of the chunk's KV in 16 bits ("15 %"), of at least `LEAST_DIRECTIONS` directions
+        for each layer and channel.
+      dtype: of the factors, by which directions count.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    number, is_share = parse_size(size, "patch")
+    if not is_share:
+        return ByteBudget(int(number))
+    share, least = ByteBudget.share(chunk, number), 0
+    for channel in chunk.layout.channels:
+        rows = channel.rows_for(chunk.length)
+        direction = _direction_bytes(channel.rows_for(chunk.tokens), channel.features, dtype)
+        # With what a further rank takes in the table of rows.
+        least += min(LEAST_DIRECTIONS, rows, channel.features) * chunk.layout.depth(channel.name) * (direction + 2)
+    return ByteBudget(max(share.nbytes, least))
+
+
+def parse_size(size: str, what: str) -> tuple[float, bool]:
+    """Reads a size given as text: bytes, or a share and True.
+
+    Raises:
+      InputError: it is neither; the message begins with `what`.
+    """
+    match = _PERCENT.fullmatch(size.strip())
+    if match is not None and float(match[1]) > 0:
+        return float(match[1]) / 100, True
+    return size_of(size, f"{what}: rank", 1), False
 
 
 def _direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> int:

@@ -4,6 +4,7 @@ Kamera §3 and App. A, with one change: the deficit is taken and added before th
 that one patch serves every position at a lower rank.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -22,19 +23,22 @@ from ..cache import (
     antecedent_of,
     check_finite,
 )
-from ..core import PARTS, Factors, FormPlan, KVLayout, arrays_of, expect_frame, factor_bits, ops
-from ..errors import InputError, LayoutError, ShapeError
+from ..core import PARTS, Factors, FormPlan, KVLayout, arrays_of, expect_frame, factor_bits, ops, quantised
+from ..errors import InputError, LayoutError, ShapeError, WorseThanBlindError
 from ..utils.kinds import expect_kind, is_whole
-from ..utils.sizes import size_of
-from .byte_budget import ByteBudget, form_ragged
+from .byte_budget import DEFAULT_SIZE, ByteBudget, budget_of, form_ragged
 from .information_weights import InformationWeights, check_weights
+from .readout_error import readout_errors
 
 Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, KVArray]
 Rank = int | Mapping[str, int]
 """M of every channel, or of some: by channel, or by the words of `GROUPS`."""
 Size = Rank | ByteBudget | str
-"""How large a patch may be: a rank, or bytes: a `ByteBudget`, or text such as "12 kB"."""
+"""How large a patch may be: a rank, or bytes: a `ByteBudget`, or text such as "12 kB", or "15 %" of the chunk's KV."""
+DEFAULT_RANK = 16
+"""Rank of the patches of a batch, which have no budget of bytes, where none is named."""
+FEW_BITS = ("int4", "int5")
 GROUPS = ("rows", "transition")
 """Words for all channels with a row per token, and for all parts of a transition, where ranks are named."""
 
@@ -42,7 +46,7 @@ GROUPS = ("rows", "transition")
 def form_patch(
     chunk: Chunk,
     conditioned: KVArrays,
-    rank: Size,
+    rank: Size | None,
     antecedent: AntecedentLike,
     *,
     layers: Iterable[int] | None = None,
@@ -51,28 +55,34 @@ def form_patch(
     key: Key[Array, ""] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     weights: InformationWeights | None = None,
+    force: bool = False,
 ) -> Patch:
     """Forms the patch of a chunk after an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
+
+    What the factors leave is measured as readout error and kept in the metadata (`Patch.predicted`).
 
     Args:
       chunk: the canonical. The patch of a batch of chunks is a batch too: every factor has the axis B after L.
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
       rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). Of a hybrid model
         {"rows": M, "transition": N} names all channels of a kind, either or both. A larger rank than min(T, F), of a
-        transition's part min(R, F), is reduced to that. Or bytes, as a `ByteBudget` or as text ("12 kB"): a rank for
-        each layer and channel, so that the patch holds most of the deficit within these bytes; of one chunk, from
-        exact directions whatever `method` says.
+        transition's part min(R, F), is reduced to that. Or bytes, as a `ByteBudget` or as text ("12 kB", or "15 %" of
+        the chunk's KV in 16 bits): a rank for each layer and channel, so that the patch holds most of the deficit
+        within these bytes; of one chunk, from exact directions whatever `method` says. None: "15 %", of a batch 16.
       antecedent: the chunks that precede this one, in order: chunks, ids, or members with the identities of their KV.
         Ids and chunks mean that each was prefilled there.
       layers: layers to patch; None for all.
-      dense: store a channel's deficit as it is where factors would not be smaller, M·(T + F) ≥ T·F. False keeps
+      dense: store a channel's deficit as it is where factors would not be smaller, M·(T + F) ≥ T·F; where bytes are
+        given, in 4 or 5 bits if that takes no more of them than factors and leaves less readout error. False keeps
         factors, of which `truncate` makes smaller ranks.
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
       dtype: of the factors, as `quantise` takes it; None is the chunk's, of bytes int4.
       weights: of bytes, how much an error in each feature counts (`calibrate_sensitivity`).
+      force: form it also where its readout error is not below that of the chunk without it.
 
     Raises:
+      WorseThanBlindError: the patch would not help.
       InputError: a rank below 1, or bytes that hold no direction. LayoutError, ShapeError, NotFiniteError:
       `conditioned` or the chunk do not fit. InputError: layers out of range, a dtype that factors cannot have, or
       weights with a rank. PatchMismatchError: weights of another backbone or layout.
@@ -83,7 +93,43 @@ def form_patch(
     delta = deficit_of(conditioned, chunk.kv, chunk)
     if layers is not None:
         delta = {name: value for name, value in chunk.layout.of_layers(delta, covered).items() if len(value)}
-    return from_deficit(chunk, delta, rank, metadata, dense=dense, method=method, key=key, dtype=dtype, weights=weights)
+    size = (DEFAULT_SIZE if chunk.batch is None else DEFAULT_RANK) if rank is None else rank
+    patch = from_deficit(
+        chunk, delta, size, metadata, dense=dense, method=method, key=key, dtype=dtype, weights=weights
+    )
+    patch = _measured(patch, chunk, conditioned)
+    if dense and isinstance(size, ByteBudget | str):
+        patch = _in_few_bits_where_better(patch, chunk, conditioned, delta)
+    if patch.factors and not force and (patch.predicted or 0.0) >= 1:
+        patched, blind = patch.metadata.errors or (0.0, 0.0)
+        raise WorseThanBlindError(
+            f"form_patch: got rank {rank!r:.80} for chunk {chunk.id!r}, which leaves a readout error of {patched:.3g}; "
+            f"expected less than {blind:.3g}, that without a patch: a larger rank, or force=True"
+        )
+    return patch
+
+
+def _measured(patch: Patch, chunk: Chunk, conditioned: KVArrays) -> Patch:
+    """Returns a patch with its readout errors in its metadata."""
+    errors = readout_errors(chunk, conditioned, patch.factors, patch.metadata.layers)  # pyright: ignore
+    return Patch(patch.factors, dataclasses.replace(patch.metadata, errors=errors))
+
+
+def _in_few_bits_where_better(patch: Patch, chunk: Chunk, conditioned: KVArrays, delta: Mapping[str, Any]) -> Patch:
+    """Returns the deficit in 4 or 5 bits in place of factors, where it takes no more bytes and leaves less error."""
+    best = patch
+    for dtype in FEW_BITS:
+        numbers = sum(value.size for name, value in delta.items() if name in patch.factors)
+        # Codes alone: most patches are far smaller, and nothing is packed to find that out.
+        if numbers * int(dtype[3:]) > 8 * patch.nbytes:
+            continue
+        factors = {name: quantised(delta[name], dtype, -1) for name in patch.factors}
+        packed = Patch(factors, patch.metadata)
+        if packed.nbytes <= patch.nbytes:
+            packed = _measured(packed, chunk, conditioned)
+            better = (packed.predicted or 0.0) < (best.predicted or 0.0)
+            best = packed if better else best
+    return best
 
 
 def from_deficit(
@@ -99,8 +145,8 @@ def from_deficit(
     weights: InformationWeights | None = None,
 ) -> Patch:
     """Forms the patch of a deficit over the layers of its metadata; arguments and errors as of `form_patch`."""
-    budget = ByteBudget(size_of(rank, "patch: rank", 1)) if isinstance(rank, str) else rank
-    stored_dtype = factor_dtype(chunk, dtype, budget)
+    stored_dtype = factor_dtype(chunk, dtype, rank)
+    budget = budget_of(chunk, rank, stored_dtype) if isinstance(rank, str) else rank
     what = f"factors of chunk {chunk.id!r} in {stored_dtype}"
     if weights is not None:
         check_weights(weights)
@@ -245,7 +291,7 @@ def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None, rank: Any = N
     """
     if dtype is not None:
         return storable_dtype(dtype, "patch")
-    return "int4" if isinstance(rank, ByteBudget) else jnp.dtype(chunk.kv[chunk.layout.names[0]].dtype).name
+    return "int4" if isinstance(rank, ByteBudget | str) else jnp.dtype(chunk.kv[chunk.layout.names[0]].dtype).name
 
 
 def finite_factors(factors: Factors, what: str) -> Factors:

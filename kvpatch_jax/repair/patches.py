@@ -13,7 +13,16 @@ from ..backbone import KV, Backbone
 from ..cache import Chunk, Patch, encode_chunk
 from ..core import WHOLE, KVEncoding, PackedArray, arrays_of, to_engine
 from ..errors import InputError
-from ..patching import Basis, ByteBudget, apply_patch, form_in_basis, form_patch, mean_base
+from ..patching import (
+    DEFAULT_SIZE,
+    Basis,
+    ByteBudget,
+    apply_patch,
+    form_in_basis,
+    form_patch,
+    mean_base,
+    parse_size,
+)
 from ..patching.patch_flops import adding_flops, transition_adding_flops
 from .repair_budget import ALL, NUMBER_BYTES, RepairBudget
 from .repaired import RepairBytes, Repaired, engine_written, factorising_flops, method
@@ -23,6 +32,7 @@ from .stored_forms import allowed_bytes, expect_values
 Base = Literal["canonical", "mean", "others"]
 """What a patch is added to: the canonical; the mean of KV behind all antecedents, or all but the splice's own."""
 Frame = Literal["phase_free", "engine"]
+PATCH_BUDGET = RepairBudget(share=parse_size(DEFAULT_SIZE, "patch")[0])
 ANTECEDENT = ("front",)
 """Ids of the chunks that the patch is formed behind."""
 
@@ -46,7 +56,7 @@ class SplicedChunk(NamedTuple):
 def patch(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget,
+    budget: RepairBudget = PATCH_BUDGET,
     *,
     rank: int | None = None,
     channels: str | None = None,
@@ -55,6 +65,7 @@ def patch(
     encoding: KVEncoding | str | None = None,
     base: Base = "canonical",
     frame: Frame = "phase_free",
+    relative: float | None = None,
 ) -> Repaired:
     """Adds the low-rank patch of the deficit, R(p) · (canonical + u v): `form_patch`, and `apply_patch`.
 
@@ -62,7 +73,7 @@ def patch(
 
     Args:
       budget: bytes of the factors, where there is no rank: a `ByteBudget`, with a rank for each layer and channel of
-        each row.
+        each row. By default the share that `form_patch` has, `DEFAULT_SIZE`.
       rank: of every channel, in place of the budget; 0: the base alone.
       channels: the only channel that is patched; None: all.
       from_layer: the lowest layer that is patched.
@@ -71,6 +82,7 @@ def patch(
       base: what the patch is added to: "canonical"; "mean": of the KV behind all antecedents; "others": of
         `splice.others` alone.
       frame: "phase_free"; "engine": formed after the rotation, as the paper's listing does.
+      relative: of a budget, how directions of unlike layers compare (`ByteBudget.relative`).
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget)
@@ -82,7 +94,12 @@ def patch(
             raise InputError(f"patch.{setting}: got {value!r:.80}; expected one of {words}")
 
     names = layout.names if channels is None else (layout.channel(channels).name,)
-    size = ByteBudget(allowed) if rank is None and allowed else dict.fromkeys(names, rank) if rank else None
+    size = None if rank is None else dict.fromkeys(names, rank) if rank else None
+    if rank is None and allowed:
+        # A share has a floor, as where users ask for it.
+        size = ByteBudget(allowed, relative)
+        if budget.share is not None and relative is None:
+            size = f"{100 * budget.share:.6g} %"
     layers = range(from_layer, layout.layers) if from_layer else None
     pieces = []
     # A budget is of one chunk.
@@ -90,11 +107,14 @@ def patch(
         part, formed = _rotated(part) if frame == "engine" else part, None
         if size is not None:
             formed = form_patch(
-                part.chunk, part.conditioned, size, ANTECEDENT, layers=layers, method="exact", dtype=dtype
+                part.chunk, part.conditioned, size, ANTECEDENT, layers=layers, method="exact", dtype=dtype, force=True
             )
         pieces.append((part, formed))
 
     repaired = _served(backbone, splice, pieces, encoding, base)
+    left = [formed.predicted for part, formed in pieces if formed is not None and not isinstance(part.rows, slice)]
+    if len(left) == len(pieces):
+        repaired = dataclasses.replace(repaired, estimate=np.asarray(left, np.float32))
     patched = {name for _, formed in pieces if formed is not None for name in formed.factors}
     return dataclasses.replace(repaired, forming_flops=factorising_flops(layout, tokens, patched))
 

@@ -51,7 +51,8 @@ class RepairBytes(NamedTuple):
 
 
 @pytree(
-    data=("cache", "chosen", "visible", "logits"), static=("bytes", "placing_flops", "forming_flops", "count_flops")
+    data=("cache", "chosen", "visible", "logits", "estimate"),
+    static=("bytes", "placing_flops", "forming_flops", "count_flops"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repaired:
@@ -67,6 +68,7 @@ class Repaired:
       placing_flops: of one row, beside matrix products: of rotating what was kept, and bringing it back from few bits.
       forming_flops: of factorising one row before its first reuse; forwards are not among them.
       count_flops: counts FLOPs of the whole batch; None where the repair ran inside another trace.
+      estimate: share of blind reuse's loss that each row is estimated to leave [B], where the method says (`patch`).
     """
 
     cache: dict[str, Array]
@@ -77,6 +79,7 @@ class Repaired:
     placing_flops: int = 0
     forming_flops: int = 0
     count_flops: Callable[[], int] | None = None
+    estimate: Float[np.ndarray, " B"] | None = None
 
     @property
     def token_layers(self) -> Int[Array, " B"]:

@@ -13,7 +13,7 @@ from ..backbone import Backbone, check_is_backbone
 from ..cache import Template, Text, check_text, encoded
 from ..core import KVEncoding
 from ..errors import InputError, PoolError, SessionError, ShapeError
-from ..patching import GROUPS, Rank
+from ..patching import GROUPS, Rank, parse_size
 from ..plan import DEFAULT_KL, Certificate, Reuse
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore, encodings_of, is_count
@@ -52,8 +52,9 @@ class SessionConfig:
         None: nothing takes its place, and texts leave with the chunks that they follow.
       memory: bytes of tokens and pixels to keep of evicted chunks, so that `recall` works by name. The oldest are
         discarded first.
-      rank: of the patches that are formed in the background; 0 forms none. None: 16 where the session may serve them,
-        otherwise none.
+      rank: of the patches that are formed in the background, or their size as text, "15 %" of a chunk's KV or "12 kB";
+        0 forms none. None: none where the session may not serve them, 16 with a certificate, which is of ranks, else
+        "15 %".
       encoding: of the canonicals that the session keeps, and forms and serves its patches on: a `KVEncoding` or its
         word, such as "k8v8". None: as they were prefilled. Not with a certificate, whose bounds were measured on
         canonicals as they were prefilled. Exact data is never encoded: prefills, and chunks at the front of a window.
@@ -72,7 +73,7 @@ class SessionConfig:
     around: tuple[str, str] = ("", "")
     placeholder: str | None = None
     memory: Size = MEMORY
-    rank: Rank | None = None
+    rank: Rank | str | None = None
     encoding: KVEncoding | str | None = None
     pages: int | None = None
 
@@ -207,12 +208,15 @@ def float_dtype(dtype: Any, caller: str) -> np.dtype:
 
 
 def check_rank(rank: Any, caller: str, least: int) -> None:
-    """Raises InputError unless a rank is a whole number, or one for each channel. None is valid if 0 is."""
+    """Raises InputError unless a rank is a whole number, one for each channel, or text. None is valid if 0 is."""
     if rank is None and least == 0:
+        return
+    if isinstance(rank, str):
+        parse_size(rank, caller)
         return
     for number in rank.values() if isinstance(rank, Mapping) else [rank]:
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
-            expected = f"a whole number from {least}, or one for each channel"
+            expected = f"a whole number from {least}, one for each channel, or text such as '15 %'"
             raise InputError(f"{caller}: got rank {rank!r:.80}; expected {expected}")
 
 

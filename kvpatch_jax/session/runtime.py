@@ -107,7 +107,7 @@ class Runtime:
         pages: int | None = None,
         page_size: int = 16,
         dtype: jax.typing.DTypeLike | None = None,
-        rank: Rank | None = None,
+        rank: Rank | str | None = None,
         encoding: str | None = None,
         schedule: Callable[[Executor], Any] | None = None,
         **options: Any,
@@ -117,7 +117,8 @@ class Runtime:
         Args:
           pages: of the pool. None: 256 at first; it grows when a window finds no room, and programs are compiled again.
           dtype: of the pool. None: the dtype that the backbone computes in, bfloat16 if it does not say.
-          rank: of the patches that are formed; 0 forms none. None: 16, from the first session that may serve them.
+          rank: of the patches that are formed; 0 forms none. None: as of `SessionConfig`, from
+            the first session that may serve them.
           encoding: of canonicals (`SessionConfig.encoding`); None: as they were prefilled.
           schedule: makes the scheduler of many sessions; None: of one session, inline.
           options: of `Executor`.

@@ -14,6 +14,7 @@ from ..answers import Sampling
 from ..backbone import Backbone
 from ..cache import brief
 from ..errors import InputError, SessionError
+from ..patching import DEFAULT_SIZE
 from ..plan import Plan
 from ..utils.interrupts import interrupts_deferred
 from ..utils.kinds import all_of, is_whole
@@ -30,7 +31,7 @@ from .runtime import Runtime
 from .stats import Stats
 
 RANK = 16
-"""Default rank of patches that are formed in the background."""
+"""Default rank of patches that are formed in the background and served within a certificate, which bounds ranks."""
 
 
 class Session:
@@ -127,7 +128,7 @@ class Session:
         # By default nothing is formed that this session may not serve.
         if former is not None and self.config.policy in ("certified", "patched"):
             former.form_means()
-            former.form_patches(RANK)
+            former.form_patches(RANK if self.config.policy == "certified" else DEFAULT_SIZE)
 
     @property
     def keep(self) -> Keep:

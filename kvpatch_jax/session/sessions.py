@@ -73,7 +73,7 @@ class Sessions:
         batch: int = 8,
         waiting: int = 64,
         timeout: float | int = 60.0,
-        rank: Rank | None = None,
+        rank: Rank | str | None = None,
         encoding: KVEncoding | str | None = None,
         **options: Any,
     ):

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from ..backbone import Backbone, Tokens
 from ..cache import Antecedent, Chunk, Likeness, brief, contents_differ, encode_chunk
 from ..core import PARTS, AnyArray, zero_padded
-from ..errors import InputError, PatchMismatchError
+from ..errors import InputError, PatchMismatchError, WorseThanBlindError
 from ..patching import Rank, form_patch, rank_by_channel
 from ..utils.background import JobQueue
 from .entry import Entry
@@ -57,6 +57,7 @@ class FormerStats:
       skipped: prefills that need no patch (patches that were formed before or that the store has, all of them while no
         patches are formed, chunks that came for the first time).
       dropped: prefills that found the queue full.
+      refused: patches that would have been worse than none.
       failed: prefills that ended in an error.
     """
 
@@ -67,6 +68,7 @@ class FormerStats:
     forwards: int = 0
     skipped: int = 0
     dropped: int = 0
+    refused: int = 0
     failed: int = 0
     encoded: int = 0
     canonical_bytes: int = 0
@@ -90,7 +92,7 @@ class PatchFormer:
         self,
         backbone: Backbone,
         store: PatchStore,
-        rank: Rank | None,
+        rank: Rank | str | None,
         *,
         encoding: str | None = None,
         prefill_bytes: int = 0,
@@ -98,8 +100,8 @@ class PatchFormer:
         """Starts no thread before there is something to form.
 
         Args:
-          rank: of the patches, as `form_patch` takes it. 0 forms none, and None none until `form_patches` sets one;
-            until then only prefills behind nothing are stored, which are canonicals.
+          rank: of the patches, or their size as text, as `form_patch` takes it. 0 forms none, and None none until
+            `form_patches` sets one; until then only prefills behind nothing are stored, which are canonicals.
           encoding: word of what canonicals are kept in; patches are formed on them as they are decoded. A prefill at
             the front of a window is stored as it is, so that it serves there bit for bit. None: nothing is encoded.
           prefill_bytes: how many bytes of prefills behind other pieces are stored as they are (`StoredPrefills`), the
@@ -130,8 +132,8 @@ class PatchFormer:
 
     # ------------------------------------------------------------------------------------------- the caller's thread
 
-    def form_patches(self, rank: Rank) -> None:
-        """Forms patches of this rank from now on, unless one was set before: of chunks that come a second time."""
+    def form_patches(self, rank: Rank | str) -> None:
+        """Forms patches of this rank or size from now on, of chunks that come again, unless one was set before."""
         if self.rank is None:
             self.rank, self._first_sight = rank, False
 
@@ -246,9 +248,11 @@ class PatchFormer:
             chunk, kv = chunk.pad(max(job.tokens.embeddings.shape[1], chunk.tokens)), {}
             for name, value in job.kv.items():
                 kv[name] = value[:, 0] if name in PARTS else zero_padded(value[:, 0], 1, chunk.tokens)
-            assert self.rank is not None
-            self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent)])
-            self._count(patches=1)
+            try:
+                self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent)])
+                self._count(patches=1)
+            except WorseThanBlindError:
+                self._count(refused=1)
         self._formed.add(job.made)
 
     def _keep_prefill(self, job: PrefillRecord, prefills: StoredPrefills) -> None:
@@ -267,12 +271,16 @@ class PatchFormer:
         return before or (self._prefills is not None and self._prefills.is_listed(job.entry.id))
 
     def _is_stored(self, job: PrefillRecord) -> bool:
-        """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel."""
+        """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel.
+
+        Where a size in bytes is asked for, any patch will do.
+        """
         if not job.antecedent.members:
             return False
         # Of each channel, at most as many directions as it has can be asked for.
         backbone, layout, least = self.backbone, self.backbone.layout, {}
-        for name, rank in rank_by_channel(layout, self.rank or 0, "former").items():
+        ranks = 0 if self.rank is None or isinstance(self.rank, str) else self.rank
+        for name, rank in rank_by_channel(layout, ranks, "former").items():
             channel = layout.channel(name)
             least[name] = min(rank, channel.rows_for(job.entry.tokens), channel.features)
         for patch in stored_patches(

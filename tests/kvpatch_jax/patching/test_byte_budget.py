@@ -91,7 +91,7 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     values = singular(CHUNK, kv)
     even = kvp.form_patch(CHUNK, kv, 3, A, method="exact")
     budget = ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
-    patch = kvp.form_patch(CHUNK, kv, budget, A, dtype="float32")
+    patch = kvp.form_patch(CHUNK, kv, budget, A, dtype="float32", dense=False)
     dropped = 0.0
     for name, own in patch.factors.items():
         assert isinstance(own, RaggedFactors)
@@ -114,7 +114,7 @@ def test_relative_shares_make_up_for_layers_of_other_sizes():
         for name, value in kv.items()
     }
     plain, found, wanted = (
-        kvp.form_patch(CHUNK, own, ByteBudget(4000, relative=power), A, dtype="float32")
+        kvp.form_patch(CHUNK, own, ByteBudget(4000, relative=power), A, dtype="float32", dense=False)
         for own, power in ((large, 0), (large, 1), (kv, 1))
     )
     assert plain.factors["k"].ranks[0] < found.factors["k"].ranks[0]
@@ -122,7 +122,7 @@ def test_relative_shares_make_up_for_layers_of_other_sizes():
         name: own.ranks for name, own in wanted.factors.items()
     }
     assert max(plain.nbytes, found.nbytes) <= 4000
-    between = kvp.form_patch(CHUNK, large, ByteBudget(4000, relative=0.5), A, dtype="float32")
+    between = kvp.form_patch(CHUNK, large, ByteBudget(4000, relative=0.5), A, dtype="float32", dense=False)
     assert plain.factors["k"].ranks[0] <= between.factors["k"].ranks[0] <= found.factors["k"].ranks[0]
 
 

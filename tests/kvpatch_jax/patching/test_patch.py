@@ -225,7 +225,7 @@ def test_refuses_bad_ranks_and_input(unchecked):
         form(layers=(3,))
     with pytest.raises(InputError, match="method"):
         form(method="svd")
-    for size in ("12", "twelve kB", "0 kB", 2.5, None):
+    for size in ("12 %%", "twelve kB", "0 kB", "0 %", 2.5):
         with pytest.raises(kvp.errors.KVPatchError, match=r"rank|budget"):
             form(size)
     for dtype in ("int32", "int1", "int9"):
