@@ -21,12 +21,15 @@ from jaxtyping import Array, Float, Int, Key, Num
 from pallas_kernels import factorise, rotate_patch
 from pallas_kernels.factorise import merge as merge_factors
 
+from .buckets import Buckets
 from .few_bits import PackedArray, quantised, unpack
 from .layout import PARTS, KVLayout
 from .rope import rope_tables
 from .rope import rotate as rotate
 
 Leaf = Array | PackedArray
+DIRECTIONS, RANKS = Buckets(64, 1), Buckets(8, 2)
+"""Sizes to which directions of all layers, and those of one layer, are padded in programs."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("u", "v", "rows"), meta_fields=())
@@ -67,7 +70,7 @@ class RaggedFactors:
         return self.by_layer()[index]
 
     def padded(self) -> "RaggedFactors":
-        """Pads R to a multiple of 32 and M to one of 8 by directions of zeros, so that many patches share a program.
+        """Pads R and M by directions of zeros to few sizes, so that patches of a size and chunk share a program.
 
         For programs alone: on the host, because a padding on a device would be a program for each R. Traced factors
         are returned as they are.
@@ -76,18 +79,19 @@ class RaggedFactors:
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return self
         # Zeros of codes, scales and numbers alike decode to zeros.
-        u, v = jax.tree.map(functools.partial(_zeros_behind, axis=0, multiple=32), (self.u, self.v))
+        size = DIRECTIONS.round_up(self.v.shape[0])
+        u, v = jax.tree.map(functools.partial(_zeros_behind, axis=0, size=size), (self.u, self.v))
         rows = np.asarray(self.rows, np.int32)
         total = jax.tree.leaves(u)[0].shape[0]
         # A padded place is that of no direction; so is the number of those that were there, whose row is zero now.
-        short = -rows.shape[1] % 8
+        short = RANKS.round_up(rows.shape[1]) - rows.shape[1]
         rows = np.pad(rows, [(0, 0), (0, short)], constant_values=total)
         return RaggedFactors(u, v, jax.device_put(rows))
 
 
-def _zeros_behind(leaf: Array | np.ndarray, axis: int, multiple: int) -> Array:
+def _zeros_behind(leaf: Array | np.ndarray, axis: int, size: int) -> Array:
     widths = [(0, 0)] * leaf.ndim
-    widths[axis] = (0, -leaf.shape[axis] % multiple)
+    widths[axis] = (0, size - leaf.shape[axis])
     # `jnp.asarray` would compile a program for each shape.
     return jax.device_put(np.pad(np.asarray(leaf), widths) if widths[axis][1] else leaf)
 

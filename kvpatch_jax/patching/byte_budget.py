@@ -33,8 +33,6 @@ LEAST_DIRECTIONS = 4
 """Directions for each layer and channel that a share pays for at least, so that short chunks are not cut to nothing."""
 
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%", re.ASCII)
-_STEP = 32
-"""Directions are selected in multiples of this, so that patches of many sizes share a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +222,7 @@ def form_ragged(
         rows[taken] = np.arange(total)
         # Numbers of all directions, layer by layer; the selection is padded with the first one, and cut on the host.
         layer, rank = np.nonzero(taken)
-        index = np.zeros((2, -(-total // _STEP) * _STEP), np.int32)
+        index = np.zeros((2, ops.DIRECTIONS.round_up(total)), np.int32)
         index[:, :total] = layer, rank
         _, u, v = found[name]
         pair = _jitted_selection(u, v, index, None if weights is None else jnp.asarray(weights[name]), dtype)

@@ -111,7 +111,7 @@ def form_patch(
 
 def _measured(patch: Patch, chunk: Chunk, conditioned: KVArrays) -> Patch:
     """Returns a patch with its readout errors in its metadata."""
-    errors = readout_errors(chunk, conditioned, patch.factors, patch.metadata.layers)  # pyright: ignore
+    errors = readout_errors(chunk, conditioned, patch.operands, patch.metadata.layers)
     return Patch(patch.factors, dataclasses.replace(patch.metadata, errors=errors))
 
 
