@@ -30,6 +30,7 @@ DATASETS = {
     "passages": "evals.texts.dataset:PASSAGES",
     "corpus": "evals.texts.held_out:CORPUS",
     "held_out": "evals.texts.held_out:HELD_OUT",
+    "corpus_versions": "evals.texts.held_out:CORPUS_VERSIONS",
     "versions": "evals.texts.held_out:VERSIONS",
     "infoflow": "evals.texts.infoflow:INFOFLOW",
     "bytes": "evals.task.versions:VERSIONS",

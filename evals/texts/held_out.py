@@ -37,11 +37,18 @@ class DocumentSet:
 
     Args:
       probes: bases; or numbers of antecedents behind which the document's KV is known, one of which is served.
-      sources: of the texts. texts: of each kind.
+      sources: of the texts. texts: of each kind. turns: lengths of batches, by turns.
     """
 
-    def __init__(self, name: str, probes: tuple[str, ...], sources: Mapping[str, Any], texts: int):
-        self.name, self.probes, self._sources, self._count = name, probes, sources, texts
+    def __init__(
+        self,
+        name: str,
+        probes: tuple[str, ...],
+        sources: Mapping[str, Any],
+        texts: int,
+        turns: tuple[int, ...] = TURNS,
+    ):
+        self.name, self.probes, self._sources, self._count, self._turns = name, probes, sources, texts, turns
         self.kinds = tuple(f"{kind}.{length}" for kind in sources for length in LENGTHS)
         self.groups = {"all": self.kinds}
         for word in (*sources, *map(str, LENGTHS)):
@@ -51,7 +58,7 @@ class DocumentSet:
         """Cuts the documents of one batch: of at most `size` contexts, and of fewer where documents are long."""
         kinds = list(self._sources)
         turn, kind = divmod(number, len(kinds))
-        length = TURNS[turn % len(TURNS)]
+        length = self._turns[turn % len(self._turns)]
         size, count = min(size, LENGTHS[length]), 2 + (turn + kind) % 2
         texts, rows = self._texts(backbone, kinds[kind]), []
         others = int(probe) - 1 if probe not in BASES else 0
@@ -112,4 +119,5 @@ _READ: weakref.WeakKeyDictionary[Any, dict[str, list[corpus.Document]]] = weakre
 
 CORPUS = DocumentSet("corpus", tuple(BASES), corpus.SOURCES, 24)
 HELD_OUT = DocumentSet("held_out", tuple(BASES), corpus.HELD_OUT, 60)
-VERSIONS = DocumentSet("versions", ("1", "2", "4", "16"), corpus.HELD_OUT, 60)
+CORPUS_VERSIONS = DocumentSet("corpus_versions", ("2", "4", "16"), corpus.SOURCES, 24, (96, 192))
+VERSIONS = DocumentSet("versions", ("2", "4", "16"), corpus.HELD_OUT, 60, (96, 192))

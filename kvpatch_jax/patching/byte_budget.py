@@ -43,24 +43,24 @@ class ByteBudget:
       nbytes: 1 or more.
       relative: 0 compares directions by their energy, which leaves the least error over all; 1 by their share of the
         energy of their layer and channel, so that layers of small numbers are corrected as far as others; between, by
-        energy over that power of the layer's. None: 0 with weights (`calibrate_sensitivity`), else 0.5.
+        energy over that power of the layer's.
 
     Raises:
       InputError: a number below 1, or none; `relative` outside 0 to 1.
     """
 
     nbytes: int
-    relative: float | int | None = None
+    relative: float | int = 0.5
 
     def __post_init__(self) -> None:
-        power = 0 if self.relative is None else self.relative
+        power = self.relative
         if isinstance(power, bool) or not isinstance(power, float | int) or not 0 <= power <= 1:
             raise InputError(f"ByteBudget.relative: got {self.relative!r:.80}; expected a number from 0 to 1")
         if not is_whole(self.nbytes, 1):
             raise InputError(f"ByteBudget.nbytes: got {self.nbytes!r:.80}; expected a whole number from 1")
 
     @classmethod
-    def share(cls, chunk: Chunk, share: float | int, relative: float | int | None = None) -> "ByteBudget":
+    def share(cls, chunk: Chunk, share: float | int, relative: float | int = 0.5) -> "ByteBudget":
         """Returns a share of the bytes of a chunk's KV in 16 bits, padding left out; a transition counts once.
 
         Raises:
@@ -189,7 +189,7 @@ def form_ragged(
         raise ShapeError(f"{what}: got a batch with a ByteBudget; expected one chunk")
     found = _jitted_directions(dict(delta), None if weights is None else dict(weights))
     values, costs, columns, index_dtype = {}, {}, {}, {}
-    power = budget.relative if budget.relative is not None else 0.5 if weights is None else 0
+    power = budget.relative
     for name, (singular, _, _) in found.items():
         layers, tokens, features = shapes[name][0], shapes[name][1], shapes[name][2] * shapes[name][3]
         # A transition's part has no padding: all of its rows count.

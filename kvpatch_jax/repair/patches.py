@@ -65,7 +65,7 @@ def patch(
     encoding: KVEncoding | str | None = None,
     base: Base = "canonical",
     frame: Frame = "phase_free",
-    relative: float | None = None,
+    relative: float | int = ByteBudget.relative,
 ) -> Repaired:
     """Adds the low-rank patch of the deficit, R(p) · (canonical + u v): `form_patch`, and `apply_patch`.
 
@@ -98,7 +98,7 @@ def patch(
     if rank is None and allowed:
         # A share has a floor, as where users ask for it.
         size = ByteBudget(allowed, relative)
-        if budget.share is not None and relative is None:
+        if budget.share is not None and relative == ByteBudget.relative:
             size = f"{100 * budget.share:.6g} %"
     layers = range(from_layer, layout.layers) if from_layer else None
     pieces = []

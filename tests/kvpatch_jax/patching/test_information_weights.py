@@ -54,7 +54,9 @@ def test_a_budget_is_spent_where_errors_count(kind):
     """What is left is what the singular values of Δ·W left out, and less than without weights."""
     chunk = chunk_of(kind, length=20)
     kv, weights = conditioned_of(chunk, rank=12), weights_of(chunk)
-    patch = kvp.form_patch(chunk, kv, kvp.patching.ByteBudget(2500), A, weights=weights, dtype="float32", dense=False)
+    patch = kvp.form_patch(
+        chunk, kv, kvp.patching.ByteBudget(2500, relative=0), A, weights=weights, dtype="float32", dense=False
+    )
     assert patch.nbytes <= 2500
     dropped = energy = 0.0
     have = corrections(chunk, patch)
