@@ -5,8 +5,8 @@ and page all stand where nothing of them was computed. Axis letters: B contexts,
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +134,7 @@ class TaskDataset:
     """
 
     kinds = KINDS
+    groups: ClassVar[Mapping[str, Sequence[str]]] = {"all": KINDS}
 
     def __init__(self, name: str, probes: tuple[str, ...]):
         self.name, self.probes = name, probes

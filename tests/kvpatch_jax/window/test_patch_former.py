@@ -12,7 +12,7 @@ from window_cases import Loop, Watched, backbone_of, distance, patched, same, te
 from window_oracle import tokens_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError
+from kvpatch_jax.errors import InputError, WorseThanBlindError
 from kvpatch_jax.window import PatchFormer, PatchNote, Service, traffic
 
 
@@ -187,3 +187,26 @@ def test_patches_are_formed_on_encoded_canonicals_and_the_front_is_kept_as_it_is
     assert other.counts() == (2, 3, 0)
     case.former.close()
     other.former.close()
+
+
+def test_a_size_in_bytes_is_formed_once_and_a_patch_that_would_not_help_is_counted(monkeypatch: pytest.MonkeyPatch):
+    case = Traffic(rank="20 %")  # pyright: ignore[reportArgumentType]
+    case.loop.append("c0", "c1", "c2")
+    assert case.counts() == (2, 3, 2)
+    patch = case.patch("c2")
+    whole = patch.metadata.chunk.layout.bytes_per_token() * case.loop.window.piece("c2").entry.tokens
+    assert patch.nbytes < 0.6 * whole and patch.predicted < 1
+    again = Traffic(rank="20 %", store=case.store)  # pyright: ignore[reportArgumentType]
+    again.loop.append("c0", "c1", "c2")
+    assert again.counts() == (0, 0, 0)
+
+    def refuse(*_: Any, **__: Any) -> kvp.Patch:
+        raise WorseThanBlindError("no use")
+
+    monkeypatch.setattr(traffic, "form_patch", refuse)
+    other = Traffic()
+    other.loop.append("c0", "c1", "c2")
+    assert other.counts() == (0, 3, 2)
+    assert (other.former.done.refused, other.former.done.failed) == (2, 0)
+    for former in (case.former, again.former, other.former):
+        former.close()
