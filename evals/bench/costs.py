@@ -118,7 +118,7 @@ class ActionTimer:
 
         yield self._repeated("copy", window, placed)
         for rank in RANKS:
-            patch = kvp.form_patch(chunk, conditioned, min(rank, size), window.target())
+            patch = kvp.form_patch(chunk, conditioned, min(rank, size), window.target(), force=True)
             executor.provide(id, patch=patch)
             yield self._repeated("patch", window, window.append(entry, Service("patch", PatchNote.of(patch))))
 

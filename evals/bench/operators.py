@@ -121,7 +121,7 @@ def _patching(raw: dict[str, Any], tokens: int, front: int, rank: int, seed: int
     behind = embedded[1].shift(front)
     prefilled = backbone.prefill(behind, context=context).kv
     conditioned = {name: np.asarray(value)[:, 0] for name, value in prefilled.items()}
-    patch = kvp.form_patch(chunk, conditioned, rank, ("front",))
+    patch = kvp.form_patch(chunk, conditioned, rank, ("front",), force=True)
     placed = kvp.Placed(chunk, patch, front, ("front",))
 
     def check() -> dict[str, float]:
@@ -137,6 +137,6 @@ def _patching(raw: dict[str, Any], tokens: int, front: int, rank: int, seed: int
         "place by the patch": timed(lambda: placed.apply()),
         "prefill behind the front": timed(lambda: backbone.prefill(behind, context=context).kv),
         "prefill alone": timed(lambda: backbone.prefill(embedded[1]).kv),
-        "form the patch": timed(lambda: kvp.form_patch(chunk, conditioned, rank, ("front",)).factors),
+        "form the patch": timed(lambda: kvp.form_patch(chunk, conditioned, rank, ("front",), force=True).factors),
     }
     return Sides(calls, check)

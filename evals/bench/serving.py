@@ -565,7 +565,7 @@ def executor_answers(contexts: FourImages) -> dict[str, np.ndarray]:
         exact, bare, patched = [], [], []
         for place, (kv, chunk, start) in enumerate(zip(conditioned, chunks, starts, strict=False)):
             front = ids[:place]
-            patch = kvp.form_patch(chunk, kv, 16, front) if place else None
+            patch = kvp.form_patch(chunk, kv, 16, front, force=True) if place else None
             exact.append(kvp.to_engine(backbone.layout, kv, chunk.local, start))
             bare.append(kvp.apply_patch(chunk, None, start, front))
             patched.append(kvp.apply_patch(chunk, patch, start, front))

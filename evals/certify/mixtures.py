@@ -52,7 +52,7 @@ def mixed(source: WindowSet, certificate: Certificate, ranks: Sequence[int], pla
                     kv = cut(piece.chunk.kv, slice(piece.size))
                 elif point == "stored":
                     conditioned, antecedent = piece.padded(target[place]), line.antecedent(place)
-                    patch = kvp.form_patch(piece.chunk, conditioned, rank, antecedent, dense=False)
+                    patch = kvp.form_patch(piece.chunk, conditioned, rank, antecedent, dense=False, force=True)
                     kv = piece.patched(patch)
                 elif point in LIKENESSES:
                     kv = stored_prefills(windows)[point][place]

@@ -127,7 +127,9 @@ class PromisedBatch:
     def _patch(self, place: int, target: KV, rank: int, antecedent: Sequence[str] | None = None) -> kvp.Patch:
         """Forms a patch, by default behind the pieces in front."""
         piece, antecedent = self.line.pieces[place], antecedent or self.line.antecedent(place)
-        return kvp.form_patch(piece.chunk, piece.padded(target), rank, antecedent, method="exact", dense=False)
+        return kvp.form_patch(
+            piece.chunk, piece.padded(target), rank, antecedent, method="exact", dense=False, force=True
+        )
 
     def _outdated(self, place: int, rank: int) -> kvp.Patch:
         """Forms a patch behind a window whose first piece was another one, with all between as it is."""
@@ -153,7 +155,7 @@ class PromisedBatch:
         for place in places:
             piece = self.line.pieces[place]
             kv = piece.padded(front.prefill(piece))
-            patch = kvp.form_patch(piece.chunk, kv, rank, self.line.antecedent(place))
+            patch = kvp.form_patch(piece.chunk, kv, rank, self.line.antecedent(place), force=True)
             served[place] = self.line.serve(place, patch)
             front.append(piece, piece.patched(patch))
         return served

@@ -212,7 +212,7 @@ def answered(
 
 def patch_of(piece: BatchedPiece, conditioned: AnyKV, antecedent: Sequence[str], rank: Any = RANK) -> kvp.Patch:
     """Forms a piece's patch behind others, as factors."""
-    return kvp.form_patch(piece.chunk, conditioned, rank, antecedent, method="exact", dense=False)
+    return kvp.form_patch(piece.chunk, conditioned, rank, antecedent, method="exact", dense=False, force=True)
 
 
 # ---------------------------------------------------------------------------------------------------- what is meant

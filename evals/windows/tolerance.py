@@ -130,7 +130,7 @@ class HistoryKV:
                 # The patch that belongs there: formed behind antecedents that were exact.
                 exact = tuple(other._replace(served=EXACT) for other in history[:place])
                 chunk, conditioned = self.piece(piece).chunk, self.conditioned(exact, piece)
-                patch = kvp.form_patch(chunk, conditioned, RANK, ["history"], method="exact", dense=False)
+                patch = kvp.form_patch(chunk, conditioned, RANK, ["history"], method="exact", dense=False, force=True)
                 parts.append(line.served(place + 1, patch))
             else:
                 base = self.conditioned(history[:place], piece)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from ...cache import Chunk, Likeness
 from ...core import EngineKV, KVLayout, end_position, to_phase_free
-from ...errors import InputError
+from ...errors import InputError, WorseThanBlindError
 from ...patching import form_patch
 from ...utils.background import JobQueue
 from .config import PATIENCE
@@ -246,8 +246,11 @@ class ChunkFormer:
 
         check_lowest_layer(canonical, free)
         CacheFormat(self.layout, dtype).check(canonical, len(local))
-        store.put_patches([form_patch(canonical, free, self.rank, task.antecedent, dtype=dtype)])
-        self.counts["patches"] += 1
+        try:
+            store.put_patches([form_patch(canonical, free, self.rank, task.antecedent, dtype=dtype)])
+            self.counts["patches"] += 1
+        except WorseThanBlindError:
+            self.counts["refused"] += 1
 
     def _is_formed(self, task: FormingTask) -> bool:
         """Returns whether there is the canonical of a prompt's first chunk, or the patch of a later one."""

@@ -18,7 +18,18 @@ PREFIX = "vllm:kvpatch_"
 
 POINTS = ("leading", "restored", "stored", "orbit", "survivor", "mean", "near", "bare")
 REUSES = ("exact", "certified", "patched", "blind", "invalid")
-OUTCOMES = ("canonicals", "prefills", "patches", "survivors", "known", "failed", "over_budget", "dropped", "unsaved")
+OUTCOMES = (
+    "canonicals",
+    "prefills",
+    "patches",
+    "survivors",
+    "known",
+    "refused",
+    "failed",
+    "over_budget",
+    "dropped",
+    "unsaved",
+)
 
 _REASONS: tuple[tuple[str, str], ...] = (
     ("not_stored_exactly", r"is not stored behind those in front"),
