@@ -76,7 +76,7 @@ class Objects:
         root: str | os.PathLike[str],
         tenant: str = "default",
         *,
-        budget: Size | None = None,
+        root_budget: Size | None = None,
         share: Size | None = None,
         memory: Size = 2 << 30,
         ttl: float | int | None = None,
@@ -85,7 +85,7 @@ class Objects:
         remote: Any = None,
     ):
         memory_bytes, bounds = size_of(memory, "store: memory"), dict[str, int]()
-        for name, size in (("budget", budget), ("share", share)):
+        for name, size in (("root_budget", root_budget), ("share", share)):
             if size is not None:
                 bounds[name] = size_of(size, f"store: {name}")
         if key is not None and (not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES):
@@ -96,7 +96,7 @@ class Objects:
         self.root = self.index.root
         self.names = Names(tenant, self.index.secret if secret is None else secret)
         self.tenant = self.names.tenant
-        for name, owner in (("budget", ""), ("share", self.tenant)):
+        for name, owner in (("root_budget", ""), ("share", self.tenant)):
             if name in bounds:
                 self.index.set_budget(owner, bounds[name])
         self.counters: collections.Counter[str] = collections.Counter()
