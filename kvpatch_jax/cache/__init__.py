@@ -14,6 +14,7 @@ from .ids import digest_of as digest_of
 from .ids import encoded as encoded
 from .ids import examine as examine
 from .ids import fingerprint_of as fingerprint_of
+from .inputs import AnimatedImageWarning as AnimatedImageWarning
 from .inputs import Audio as Audio
 from .inputs import ImageSource as ImageSource
 from .inputs import Template as Template
