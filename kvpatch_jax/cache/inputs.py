@@ -342,6 +342,7 @@ def _drops_frames(image: Any) -> bool:
 def _opened(source: Any, name: str) -> Iterator[Any]:
     """Opens an image with Pillow, which reads a file's header alone; errors about the image become InputErrors."""
     Image = require("PIL.Image", "Pillow")
+    _expect_no_folder(source, name)
     # Warnings about large images, which a program may have made errors.
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
     try:
@@ -354,6 +355,16 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
         raise InputError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
+
+
+def _expect_no_folder(source: Any, name: str) -> None:
+    """Raises InputError for a folder in place of an image."""
+    if isinstance(source, os.PathLike) and os.path.isdir(source):
+        name = "image" if name == os.fspath(source) else name
+        raise InputError(
+            f"{name}: got {os.fspath(source)!r:.300}, a folder; expected an image's file (a folder of frames is a "
+            "Video of it, with their rate)"
+        )
 
 
 def sort_of(item: Any, what: str = "prompt") -> Sort:
@@ -413,6 +424,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
     if isinstance(source, os.PathLike):
+        _expect_no_folder(source, name)
         name = os.fspath(source)
         if not os.path.isfile(name):  # a FIFO or device could block for ever
             raise InputError(f"{name!r:.300}: got no such file; expected a regular one")

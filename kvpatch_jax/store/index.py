@@ -164,6 +164,13 @@ class Index:
             self._open_root(create)
 
     def _open_root(self, create: bool) -> None:
+        folder = self.root
+        while not os.path.exists(folder):
+            folder = os.path.dirname(folder)
+        if not os.path.isdir(folder):
+            raise StoreError(
+                f"store.root: got {self.root!r:.300}, where {folder!r:.300} is a file; expected a directory"
+            )
         if create:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
         contents = set(os.listdir(self.root)) if os.path.isdir(self.root) else set[str]()

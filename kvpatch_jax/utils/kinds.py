@@ -1,6 +1,7 @@
 """Type checks of arguments, for calls in which the first use of a wrong type would raise a misleading error."""
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,17 @@ def expect_kind(value: Any, kind: Any, what: str, expected: str, refused: type[K
     """Raises `refused` unless a value is an instance of a type, or of one of a tuple or union of types."""
     if not isinstance(value, kind):
         raise refused(f"{what}: got a {type(value).__name__}; expected {expected}")
+
+
+def expect_names(
+    names: Iterable[str], known: Collection[str], what: str, refused: type[KVPatchError] = InputError
+) -> None:
+    """Raises `refused` for the first option that is not known, with the known one that is spelled most like it."""
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            expected = f"{close[0]!r}, or another of" if close else "one of"
+            raise refused(f"{what}: got option {name!r:.80}; expected {expected} {', '.join(sorted(known))}")
 
 
 def is_whole(value: Any, least: int) -> bool:

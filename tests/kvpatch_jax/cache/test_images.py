@@ -157,6 +157,9 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     ):
         with pytest.raises(InputError, match=r"expected (uint8|pixels of at most 8 bits|a path)"):
             decoded(image)
+    for read in (decoded, id_of, lambda folder: expect_small(folder, 2000)):
+        with pytest.raises(InputError, match=r"image: got '.*', a folder; expected an image's file"):
+            read(tmp_path)
     for image in (tmp_path / "gone.png", Image.fromarray(deep)):
         with pytest.raises(InputError, match="expected"):
             id_of(image)
