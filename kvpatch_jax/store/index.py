@@ -190,6 +190,9 @@ class Index:
         self._unlock = weakref.finalize(self, os.close, self._lock)  # also of a store that is dropped without close
         self._unlock.atexit = False  # a thread may still write
         try:
+            # A root of another format is left as it is.
+            if "secret" in contents:
+                self._read_secret()
             if not self._is_complete() and self._lock_alone():
                 self._create()
             fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -226,6 +229,11 @@ class Index:
             with contextlib.closing(sqlite3.connect(f"file:{_quoted(self.path)}?mode=rw", uri=True)) as db:
                 db.execute("PRAGMA busy_timeout=10000")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > FORMAT:
+                    raise StoreError(
+                        f"store {self.root}: got an index of format {version}; expected {FORMAT} (if a later version "
+                        "of the library did not write it, it is damaged: without index.sqlite it is made again)"
+                    )
                 if version != FORMAT:
                     return False  # damaged: the format is that of the secret's file
                 for table in ("meta", "objects", "usage", "deleted", "outbox", "budgets"):

@@ -24,6 +24,7 @@ from .files import (
     Encoded,
     Header,
     Stored,
+    expect_replaceable,
     file_bytes,
     object_parts,
     parse_object,
@@ -162,6 +163,9 @@ class Objects:
     def _write(self, writes: Sequence[_Write], expected: int | None, outbox: bool) -> list[int]:
         """Writes and syncs files, and names them in one transaction. Returns their numbers, 0 for late ones."""
         files = list[NewFile]()
+        for name in {write.name for write in writes}:
+            if file := self.file_of(name):
+                expect_replaceable(f"{self.root}/data/{file}", self.key)
         try:
             with file_errors(f"store {self.root}: put"):
                 for group in itertools.batched(writes, GROUP):

@@ -237,7 +237,7 @@ def test_a_root_that_is_removed_while_it_is_open(folder):
     for action in (lambda: put(store, 2), lambda: store.delete(f"{1:032x}")):
         with pytest.raises(StoreError, match=r"removed|No such file"):
             action()
-    with pytest.raises(StoreError, match="No such file"):
+    with pytest.raises(StoreError, match=r"No such file|unable to open"):
         store.put_async(name_of(3), lambda: object_of(3), 400).result()
     with contextlib.suppress(StoreError):
         store.close()
@@ -276,8 +276,28 @@ def test_a_root_of_another_format_is_refused(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(index, "FORMAT", index.FORMAT + 1)
         Objects(folder / "root").close()
+    files = {path: path.read_bytes() for path in (folder / "root").rglob("*") if path.is_file()}
     with pytest.raises(StoreError, match=f"format {index.FORMAT + 1}"):
         Objects(folder / "root")
+    assert {path: path.read_bytes() for path in (folder / "root").rglob("*") if path.is_file()} == files
+
+
+def test_a_later_index_is_refused_and_left_alone(folder):
+    Objects(folder / "root").close()
+    path = folder / "root" / "index.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {index.FORMAT + 1}")
+    content = path.read_bytes()
+    with pytest.raises(StoreError, match=f"got an index of format {index.FORMAT + 1}; expected {index.FORMAT}"):
+        Objects(folder / "root")
+    assert path.read_bytes() == content
+
+
+def test_a_file_in_place_of_a_root_is_named(folder):
+    (folder / "root").write_text("notes")
+    for root in (folder / "root", folder / "root" / "deeper"):
+        with pytest.raises(StoreError, match=r"store\.root: got '.*', where '.*/root' is a file; expected a directory"):
+            Objects(root)
 
 
 def test_a_network_file_system_is_refused(folder, monkeypatch):
@@ -526,10 +546,16 @@ def test_encrypted_objects_open_with_their_key_alone(folder):
             reader.get(name_of(1), value_of)
         with pytest.raises(StoreError, match="key"):
             reader.damaged(delete=True)
+        with pytest.raises(StoreError, match="one that is there, encrypted with another key"):
+            put(reader, 1)
+    assert store.get(name_of(1), value_of) == 12345
+    put(store, 1, 12345)
     assert other.get(name_of(1), value_of) is None
     put(plain, 2)
     with pytest.raises(StoreError, match="not encrypted"):
         store.get(name_of(2), value_of)
+    put(store, 2, 22)
+    assert store.get(name_of(2), value_of) == 22
     needle = np.full(3, 12345, np.int32).tobytes()
     assert not any(needle in path.read_bytes() for path in (folder / "root").rglob("*") if path.is_file())
     with pytest.raises(InputError):
