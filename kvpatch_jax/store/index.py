@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import fcntl
 import heapq
+import itertools
 import os
 import secrets
 import sqlite3
@@ -529,20 +530,19 @@ class Index:
             held = _held(db, tenant)
             held[tenant] += need
             excess = (held[tenant] if owner else sum(held.values())) - bound
-            protected = {other: 0 if owner else size for other, size in _protected(bounds, held).items()}
-            above = [tenant] if owner else [other for other, size in held.items() if size > protected[other]]
+            # Down to these bytes objects leave: the tenant's own for some more puts, as this one.
+            floors = {tenant: 0} if owner else _protected(bounds, held)
+            floors[tenant] = int(LOW * floors[tenant])
             victims = dict[int, str]()
-            for *_, id, other, file, size in heapq.merge(*[_oldest(db, other) for other in above]):
-                if excess <= 0 and (excess <= (LOW - 1) * bound or len(victims) >= MAX_VICTIMS):
+            above = [_oldest(db, other, held, floor) for other, floor in floors.items()]
+            # The others hold no more than what is theirs, so the tenant's own leave, whatever it holds.
+            for *_, id, other, file, size in itertools.chain(heapq.merge(*above), _oldest(db, tenant, held, 0)):
+                enough = excess <= (LOW - 1) * bound or len(victims) >= MAX_VICTIMS or held[other] <= floors[other]
+                if excess <= 0 and enough:
                     break
-                if held[other] > protected[other]:
+                if id not in victims:
                     victims[id] = file
                     held[other] -= size
-                    excess -= size
-            # The others hold no more than what is theirs, so the tenant's own leave, whatever it holds.
-            for *_, id, _, file, size in _oldest(db, tenant):
-                if excess > 0 and id not in victims:
-                    victims[id] = file
                     excess -= size
             if excess > 0:
                 raise StoreError(
@@ -602,13 +602,21 @@ def _protected(bounds: dict[str, int], held: dict[str, int]) -> dict[str, int]:
     return {tenant: shares.get(tenant, equal) for tenant in held}
 
 
-def _oldest(db: sqlite3.Connection, tenant: str) -> Iterator[tuple]:
-    """Reads a tenant's objects in their order of eviction; what the remote store does not have yet stays."""
+def _oldest(db: sqlite3.Connection, tenant: str, held: dict[str, int], floor: int) -> Iterator[tuple]:
+    """Reads a tenant's objects in their order of eviction while it holds more than `floor` bytes.
+
+    What the remote store does not have yet stays.
+    """
+    if held[tenant] <= floor:
+        return
     order = f"CAST(used / {AGE_SECONDS} AS INTEGER), rank, used"
     waiting = "EXISTS (SELECT 1 FROM outbox o WHERE o.tenant = objects.tenant AND o.name = objects.name)"
     query = f"""SELECT {order}, id, tenant, file, size FROM objects
       WHERE tenant = ? AND rank < 2 AND NOT {waiting} ORDER BY {order}"""
-    return db.execute(query, (tenant,))
+    for row in db.execute(query, (tenant,)):
+        if held[tenant] <= floor:
+            return
+        yield row
 
 
 def _insert_files(db: sqlite3.Connection, root: str) -> int:

@@ -457,7 +457,7 @@ def test_tenants_take_from_whoever_holds_more_than_is_theirs(folder):
     for number in range(100, 120):
         put(one, number)
         put(two, number)
-        assert min(one.usage().bytes, two.usage().bytes) > 20_000 - size
+        assert min(one.usage().bytes, two.usage().bytes) > 0.97 * 20_000 - size
     three = Objects(root, "three", share=30_000, memory=0)
     for number in range(50):
         put(three, number)
@@ -466,7 +466,7 @@ def test_tenants_take_from_whoever_holds_more_than_is_theirs(folder):
         put(one, number)
         put(two, number)
     assert three.usage().bytes > 0.97 * 30_000 - size
-    assert min(one.usage().bytes, two.usage().bytes) > 5_000 - size
+    assert min(one.usage().bytes, two.usage().bytes) > 0.97 * 5_000 - size
     with pytest.raises(StoreError, match="other tenants' shares stay"):
         put(one, 999, size=4000)
     for store in (one, two, again, three):
