@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, check_cached, check_tokens
-from kvpatch_jax.core import Buckets, KVLayout, Paged, PhaseFreeKV, check_positions
+from kvpatch_jax.core import Buckets, KVLayout, Paged, PhaseFreeKV, check_mask, check_positions
 from kvpatch_jax.errors import InputError, ShapeError
 
 from .decoder.costs import forward_costs
@@ -42,7 +42,7 @@ from .inputs.buckets import (
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate
-from .inputs.masks import causal_mask, check_behind, check_chunk, check_mask, check_mask_over, counted_tokens
+from .inputs.masks import causal_mask, check_behind, check_chunk, check_mask_over, counted_tokens
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, Prompting
@@ -320,7 +320,7 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
     ) -> dict[str, Any] | Paged | None:
         """Refuses what prefill and generate cannot run over; the context in plain dictionaries, one kind of pytree."""
         check_tokens(tokens, what)
-        check_mask(mask)
+        check_mask(mask, f"{what}: mask")
         if context is None:
             return None
 

@@ -194,7 +194,7 @@ class Keeper(NamedTuple):
 
 def store_keeper(folder: Path, data: bytes, budget: int | None = None) -> Keeper:
     """Opens a `ChunkStore` without memory."""
-    store, small = ChunkStore(folder, budget=budget, memory=0), chunk_of(SMALL)
+    store, small = ChunkStore(folder, root_budget=budget, memory=0), chunk_of(SMALL)
 
     def put(keys: Sequence[str]) -> None:
         store.put_many([dataclasses.replace(small, id=key) for key in keys])

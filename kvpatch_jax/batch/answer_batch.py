@@ -92,7 +92,7 @@ def answer_batch(
     path = shard_path(out, *shard)
     # Everything is refused before the file of answers is created.
     with Sessions(backbone, store, pages=FIRST_PAGES, batch=batch, timeout=0) as sessions:
-        config = SessionConfig(**options)
+        config = SessionConfig.with_options(None, options, "answer_batch", ("out", "shard", "batch"))
         session = sessions.open(lead=0, config=config)
         steps = getattr(backbone, "answer_tokens", None) or STEPS
         jobs, contents = read_items(items, backbone.fingerprint, steps)

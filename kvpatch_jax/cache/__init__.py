@@ -14,6 +14,7 @@ from .ids import digest_of as digest_of
 from .ids import encoded as encoded
 from .ids import examine as examine
 from .ids import fingerprint_of as fingerprint_of
+from .inputs import AnimatedImageWarning as AnimatedImageWarning
 from .inputs import Audio as Audio
 from .inputs import ImageSource as ImageSource
 from .inputs import Template as Template
@@ -39,6 +40,7 @@ from .patch import check_applies as check_applies
 from .patch import check_factors as check_factors
 from .patch import patch_digest as patch_digest
 from .patch import same_storage as same_storage
+from .patch import trusted_patch as trusted_patch
 from .provenance import BARE_WAYS as BARE_WAYS
 from .provenance import MOST_WAYS as MOST_WAYS
 from .provenance import SURVIVOR_WAYS as SURVIVOR_WAYS

@@ -27,6 +27,7 @@ from ..core import (
     arrays_of,
     check_extent,
     encode_kv,
+    end_position,
     expect_frame,
     extent,
     is_packed,
@@ -45,6 +46,8 @@ else:
 
 COMPUTED = "kv:"
 """What a content begins with that was computed from kv."""
+EXACT = 2**24
+"""Up to here float32 holds every whole number."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -56,8 +59,9 @@ class Chunk:
         that share everything else, as an evaluation has it, is {channel: [L, B, T, K, H]}; stores do not take one. Of a
         hybrid model also the transition of its own tokens, from a state of zeros: [L, R, K, W] for each part, often in
         another dtype than the rows; padding has no part in it.
-      local: positions relative to the chunk's start, [T] or [T, A]; float32, may be fractional.
-      span: how far the next chunk's start moves (under M-RoPE the largest extent, not the token count).
+      local: positions relative to the chunk's start, [T] or [T, A], below 2**24; kept in float32, may be fractional.
+      span: how far the next chunk's start moves: past where its tokens end (`core.end_position`), at least. Under
+        M-RoPE that is the largest extent, not the token count.
       length: tokens that are not padding, 1 ≤ length ≤ T.
       id: the chunk's name; patches carry it in their metadata.
       layout: of kv.
@@ -121,6 +125,16 @@ class Chunk:
         if not is_whole(self.span, 0):
             raise InputError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
+        # Beyond, float32 holds no odd numbers; NaN compares false.
+        least, greatest = self.extent
+        if not (least > -EXACT and greatest < EXACT):
+            shown = f"local positions from {least:.0f} to {greatest:.0f}"
+            raise InputError(f"chunk {self.id!r}: got {shown}; expected finite ones below 2**24, as float32 holds them")
+        end = int(np.floor(end_position(np.asarray(self.local)[None, : self.length])[0]))
+        if self.span <= end:
+            raise InputError(
+                f"chunk {self.id!r}: got span {self.span}; expected at least {end + 1}, past its last position"
+            )
         check_extent(self.layout.rope, self.extent, np.zeros((), np.int32))
         packed = [channel.name for channel in self.layout.channels if is_packed(self.kv[channel.name])]
         rows = [channel.name for channel in self.layout.token_channels]

@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +53,10 @@ _FILE = re.compile(
     re.IGNORECASE,
 )
 """One word that is an address, a path, or the name of a file."""
+
+
+class AnimatedImageWarning(UserWarning):
+    """An image of several frames or pages, read as its first one. A `Video` of the file has its frames."""
 
 
 class Text(str):
@@ -282,7 +287,8 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
 
     The EXIF orientation is applied, that of a file and that of a PIL image alike (an image that was turned by hand must
     have lost the tag, as `PIL.ImageOps.exif_transpose` removes it). Pillow converts greys, palettes, CMYK and other
-    modes of 8 bits per value to RGB; transparency is laid over white. Errors call the image `name`.
+    modes of 8 bits per value to RGB; transparency is laid over white. Of an animation the first frame is read, with an
+    `AnimatedImageWarning`, unless a PIL image stands at another. Errors call the image `name`.
 
     Raises:
       InputError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
@@ -313,13 +319,30 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             Image = require("PIL.Image", "Pillow")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        return np.array(image.convert("RGB"))
+        pixels = np.array(image.convert("RGB"))
+        if _drops_frames(file):
+            warnings.warn(
+                f"{name}: got several frames or pages; reads the first one (a Video of the file has the frames of a "
+                "GIF, APNG or WebP)",
+                AnimatedImageWarning,
+                stacklevel=2,
+            )
+        return pixels
+
+
+def _drops_frames(image: Any) -> bool:
+    """Returns whether an image has frames behind its first, and stands there. A photo's preview (MPO) is none."""
+    # Counting frames seeks in the file, which may be closed.
+    with contextlib.suppress(OSError, ValueError, EOFError, AttributeError):
+        return image.is_animated and image.tell() == 0 and image.format != "MPO"
+    return False
 
 
 @contextlib.contextmanager
 def _opened(source: Any, name: str) -> Iterator[Any]:
     """Opens an image with Pillow, which reads a file's header alone; errors about the image become InputErrors."""
     Image = require("PIL.Image", "Pillow")
+    _expect_no_folder(source, name)
     # Warnings about large images, which a program may have made errors.
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
     try:
@@ -332,6 +355,16 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
         raise InputError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
+
+
+def _expect_no_folder(source: Any, name: str) -> None:
+    """Raises InputError for a folder in place of an image."""
+    if isinstance(source, os.PathLike) and os.path.isdir(source):
+        name = "image" if name == os.fspath(source) else name
+        raise InputError(
+            f"{name}: got {os.fspath(source)!r:.300}, a folder; expected an image's file (a folder of frames is a "
+            "Video of it, with their rate)"
+        )
 
 
 def sort_of(item: Any, what: str = "prompt") -> Sort:
@@ -391,6 +424,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
     if isinstance(source, os.PathLike):
+        _expect_no_folder(source, name)
         name = os.fspath(source)
         if not os.path.isfile(name):  # a FIFO or device could block for ever
             raise InputError(f"{name!r:.300}: got no such file; expected a regular one")

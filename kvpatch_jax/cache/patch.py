@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ..core import PARTS, ChannelFactors, KVLayout, RaggedFactors, is_low_rank
+from ..core import PARTS, AnyArray, ChannelFactors, KVLayout, RaggedFactors, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
-from ..utils.kinds import is_whole
-from .chunk import Chunk, brief, content_of, pad
+from ..utils.kinds import expect_kind, is_whole
+from .chunk import Chunk, brief, check_finite, content_of, pad
 from .ids import examine
 from .provenance import Antecedent
 
@@ -86,10 +87,24 @@ class Patch:
     T. Patches of a batch of chunks have the axis B after L' in every factor; stores do not take them.
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
+
+    Raises:
+      InputError: factors that are no arrays by channel, or no metadata. NotFiniteError: NaN or infinity in them.
     """
 
     factors: Mapping[str, ChannelFactors]
     metadata: PatchMetadata
+
+    def __post_init__(self) -> None:
+        expect_kind(self.metadata, PatchMetadata, "patch: metadata", "a PatchMetadata")
+        expect_kind(self.factors, Mapping, "patch: factors", "a mapping from channels to factors")
+        floating = []
+        for name, own in self.factors.items():
+            for leaf in jax.tree.leaves(own):
+                expect_kind(leaf, AnyArray, f"patch: factors[{name!r}]", "arrays")
+                if jnp.issubdtype(leaf.dtype, jnp.floating):
+                    floating.append((name, leaf))
+        check_finite(floating, f"patch of chunk {self.metadata.chunk.id!r}")
 
     def __repr__(self) -> str:
         metadata, chunk = self.metadata, self.metadata.chunk
@@ -153,7 +168,7 @@ class Patch:
             else:
                 factors[name] = pad(own, -3, more)  # pyright: ignore[reportArgumentType]
 
-        return Patch(factors, self.metadata)
+        return trusted_patch(factors, self.metadata)
 
     @property
     def ranks(self) -> dict[str, int | None]:
@@ -194,6 +209,14 @@ class Patch:
                 counted.append(own)
 
         return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(counted))
+
+
+def trusted_patch(factors: Mapping[str, Any], metadata: PatchMetadata) -> Patch:
+    """Makes a patch of factors that were checked before, without reading them again."""
+    patch = object.__new__(Patch)
+    object.__setattr__(patch, "factors", factors)
+    object.__setattr__(patch, "metadata", metadata)
+    return patch
 
 
 def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata) -> None:

@@ -54,6 +54,7 @@ from .paging import padded_slots as padded_slots
 from .paging import token_offsets as token_offsets
 from .paging import trimmed as trimmed
 from .readout import attention_with_lse as attention_with_lse
+from .readout import check_mask as check_mask
 from .readout import merge_readouts as merge_readouts
 from .rope import POSITION_LIMIT as POSITION_LIMIT
 from .rope import Angles as Angles

@@ -4,6 +4,7 @@ Results are float32 and every lse is a natural logarithm, so merged segments equ
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,22 @@ from ..errors import ShapeError
 
 Readout = tuple[Float[Array, "..."], Float[Array, "..."]]
 HIGHEST = jax.lax.Precision.HIGHEST
+
+
+READABLE = "True where a query may read a key (of a mask that is added to the scores: mask == 0)"
+"""What the bools of a mask say."""
+
+
+def check_mask(mask: Any, what: str, meaning: str = READABLE) -> None:
+    """Refuses a mask that is no array of bools: read as one, a mask that is added to scores would mean the opposite.
+
+    Raises:
+      ShapeError: it names the dtype.
+    """
+    if mask is None or (hasattr(mask, "dtype") and mask.dtype == bool):
+        return
+    shown = getattr(mask, "dtype", f"a {type(mask).__name__}")
+    raise ShapeError(f"{what}: got {shown}; expected an array of bool, {meaning}")
 
 
 def attention_with_lse(
@@ -41,8 +58,7 @@ def attention_with_lse(
     if heads % kv_heads or v.shape[-3:-1] != k.shape[-3:-1]:
         shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
         raise ShapeError(f"attention: got {shapes}; expected equal tokens and KV heads, and a multiple of query heads")
-    if mask is not None and mask.dtype != bool:
-        raise ShapeError(f"attention: got a mask of {mask.dtype}; expected bool, True where a query may read a key")
+    check_mask(mask, "attention: mask")
     return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
 
 

@@ -15,7 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..cache import AntecedentLike, Chunk, ChunkKey, Patch, PatchMetadata, antecedent_of, examine, same_storage
+from ..cache import (
+    AntecedentLike,
+    Chunk,
+    ChunkKey,
+    Patch,
+    PatchMetadata,
+    antecedent_of,
+    examine,
+    same_storage,
+    trusted_patch,
+)
 from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, quantised, value_of
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
@@ -159,7 +169,7 @@ def form_in_basis(
         factors[name] = (quantised(u, factor_dtype(chunk, dtype), -2), v)
 
     metadata = PatchMetadata(ChunkKey.of(chunk), antecedent_of(antecedent), layers, basis=basis.digest)
-    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
+    return trusted_patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
 
 
 def with_basis(patch: Patch, basis: Basis) -> Patch:
@@ -180,7 +190,7 @@ def with_basis(patch: Patch, basis: Basis) -> Patch:
         if rank > most:
             raise ShapeError(f"patch: got {rank} directions of {name!r}; expected at most {most}")
         factors[name] = (jax.tree.map(jnp.asarray, u), basis.of_layers(name, metadata.layers, rank))
-    return Patch(factors, metadata)
+    return trusted_patch(factors, metadata)
 
 
 def check_in_basis(patch: Patch, basis: Basis) -> None:

@@ -20,6 +20,7 @@ from ..cache import (
     brief,
     check_applies,
     patch_digest,
+    trusted_patch,
 )
 from ..core import (
     ChannelFactors,
@@ -184,13 +185,13 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
         if len(both) == 2:
             factors[name] = _merge(both[0], both[1], ranks[name], name)
         elif both:
-            single = Patch({name: both[0]}, old)
+            single = trusted_patch({name: both[0]}, old)
             factors |= (single if ranks[name] is None else truncate(single, {name: ranks[name]})).factors
 
     # The result serves the changed antecedent in one order, and its directions are no longer those of a basis.
     chunk = dataclasses.replace(old.chunk, layout=new.chunk.layout)
     metadata = dataclasses.replace(old, chunk=chunk, antecedent=new.antecedent, orbit=False, basis=None, errors=None)
-    updated, dtype = Patch(factors, metadata), dtype_of(patch)
+    updated, dtype = trusted_patch(factors, metadata), dtype_of(patch)
     return updated if dtype is None else quantise(updated, dtype)
 
 
@@ -266,7 +267,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
             factors[name] = _with_rows(own, np.asarray(own.rows)[:, :size])
             continue
         factors[name] = (_rank_slice(own[0], size, -1), _rank_slice(own[1], size, -2))  # pyright: ignore
-    return Patch(factors, dataclasses.replace(patch.metadata, errors=None))
+    return trusted_patch(factors, dataclasses.replace(patch.metadata, errors=None))
 
 
 def _rank_slice(leaf: Leaf, rank: int, axis: int) -> Leaf:
@@ -312,7 +313,7 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     for rows, own in plain.items():
         factors |= _layers_of(own, np.asarray(rows, np.int32))
     factors = {name: factors[name] for name in patch.factors if name in factors}
-    return Patch(factors, dataclasses.replace(patch.metadata, layers=remaining, errors=None))
+    return trusted_patch(factors, dataclasses.replace(patch.metadata, layers=remaining, errors=None))
 
 
 # One program for all leaves.
@@ -349,7 +350,7 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
         else:
             factors[name] = quantised(value_of(own), target, -1)  # pyright: ignore[reportArgumentType]
     checked = finite_factors(factors, f"patch of chunk {patch.metadata.chunk.id!r} in {target}")
-    return Patch(checked, dataclasses.replace(patch.metadata, errors=None))
+    return trusted_patch(checked, dataclasses.replace(patch.metadata, errors=None))
 
 
 def dtype_of(patch: Patch) -> str | None:

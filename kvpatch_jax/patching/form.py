@@ -22,6 +22,7 @@ from ..cache import (
     PatchMetadata,
     antecedent_of,
     check_finite,
+    trusted_patch,
 )
 from ..core import PARTS, Factors, FormPlan, KVLayout, arrays_of, expect_frame, factor_bits, ops, quantised
 from ..errors import InputError, LayoutError, ShapeError, WorseThanBlindError
@@ -154,7 +155,7 @@ def from_deficit(
             raise InputError(f"patch: got weights with rank {rank!r:.80}; expected bytes")
     if isinstance(budget, ByteBudget):
         by_feature = None if weights is None else weights.of_layers(chunk, metadata.layers)
-        return Patch(form_ragged(delta, chunk.length, budget, stored_dtype, what, by_feature), metadata)
+        return trusted_patch(form_ragged(delta, chunk.length, budget, stored_dtype, what, by_feature), metadata)
 
     if method not in ("randomised", "exact"):
         raise InputError(f"patch: got method {method!r:.80}; expected 'randomised' or 'exact'")
@@ -165,7 +166,7 @@ def from_deficit(
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise InputError(f"patch: got key {key!r:.80}; expected a typed PRNG key, such as jax.random.key(0)")
     factors = ops.jitted_factorise(dict(delta), key, np.int32(chunk.length), plan=plan)
-    return Patch(finite_factors(factors, what), metadata)
+    return trusted_patch(finite_factors(factors, what), metadata)
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments

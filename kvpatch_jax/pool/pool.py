@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from pallas_kernels.splice import check_slots, padded_width
@@ -108,12 +109,17 @@ def splice(
 
 
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
-    """Reads the vectors at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
+    """Reads the vectors at `slots` [T] (int32), which may repeat: {channel: [L, T, K, H]}.
 
     Args:
       layout: of the pool; removes its padding. None reads whole rows.
     """
-    check_pool(layout, pool)
+    pages, page_size = check_pool(layout, pool)
+    slots = slots if isinstance(slots, Tracer) else np.asarray(slots)
+    if slots.ndim != 1:
+        raise ShapeError(f"read_slots: got slots of shape {slots.shape}; expected [T]")
+    # A slot may be read twice, so slots are checked for their range alone.
+    check_slots(slots if isinstance(slots, Tracer) else np.unique(slots), pages * page_size)
     rows = programs.read_rows(Pools(arrays_of(pool), {}), slots).engine
     return rows if layout is None else trimmed(layout, rows)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import inspect
+import typing
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from ..backbone import Backbone
 from ..core import AnyArray, KVLayout, compose, split_transition
 from ..errors import InputError
 from ..patching.patch_flops import ROTATION, composing_flops
+from ..utils.kinds import expect_names, is_of
 from ..utils.pytrees import pytree
 from ..utils.traced_flops import traced_flops
 from .repair_budget import NUMBER_BYTES, RepairBudget, kv_bytes
@@ -113,6 +116,7 @@ def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Calla
             backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float | None = None, **settings: Any
         ) -> Repaired:
             check_splice(backbone.layout, splice, hybrid=hybrid)
+            _check_settings(function, budget, settings)
             # Without a budget, the function's own default.
             budgets = () if budget is None else (RepairBudget.of(budget),)
 
@@ -132,6 +136,21 @@ def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Calla
         return call
 
     return decorate
+
+
+def _check_settings(function: Callable[..., Repaired], budget: Any, settings: Mapping[str, Any]) -> None:
+    """Raises InputError for settings that a method does not have or of another kind, and for a budget that it needs."""
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    given = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
+    expect_names(settings, given, name)
+    hints = typing.get_type_hints(function)
+    for setting, value in settings.items():
+        if not is_of(value, hints[setting]):
+            hint = hints[setting]
+            expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise InputError(f"{name}.{setting}: got {value!r:.80}; expected {expected}")
+    if budget is None and parameters["budget"].default is inspect.Parameter.empty:
+        raise InputError(f"{name}.budget: got None; expected a RepairBudget, or a share from 0 to 1")
 
 
 # -------------------------------------------------------------------------------------------------------- results

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import KV, Tokens, joined_tokens
-from ..core import AnyArray, KVLayout, check_uniform, expect_frame, to_phase_free
+from ..core import AnyArray, KVLayout, check_mask, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, LayoutError, ShapeError
 from ..utils.pytrees import pytree
 
@@ -140,6 +140,7 @@ def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False
     L, S = layout.depth(first), splice.cache[first].shape[2]
     width = splice.tokens.embeddings.shape[-1]
 
+    check_mask(splice.seen, "repair.seen")
     # Shapes begin with these axes; the layout checks heads and widths.
     expected = [
         ("cache", splice.cache[first], (L, B, S)),

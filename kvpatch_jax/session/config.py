@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ..core import KVEncoding
 from ..errors import InputError, PoolError, SessionError, ShapeError
 from ..patching import GROUPS, Rank, parse_size
 from ..plan import DEFAULT_KL, Certificate, Reuse
+from ..utils.kinds import expect_names
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore, encodings_of, is_count
 from .runtime import Runtime
@@ -114,12 +115,19 @@ class SessionConfig:
             raise SessionError(f"session.encoding: {error}") from error
 
     @classmethod
-    def with_options(cls, config: "SessionConfig | None", options: Mapping[str, Any]) -> "SessionConfig":
+    def with_options(
+        cls, config: "SessionConfig | None", options: Mapping[str, Any], caller: str, others: Sequence[str]
+    ) -> "SessionConfig":
         """Returns a config, or the default, with some fields overridden.
 
+        Args:
+          caller: begins the message of an option that is not known. others: its options that are no fields.
+
         Raises:
-          SessionError: no config, or an invalid option. TypeError: an unknown option.
+          SessionError: no config, or an invalid or unknown option.
         """
+        fields = [field.name for field in dataclasses.fields(cls)]
+        expect_names(options, [*others, *fields], caller, SessionError)
         if config is not None and not isinstance(config, SessionConfig):
             raise SessionError(f"session.config: got {config!r:.80}; expected a SessionConfig, or None")
         return dataclasses.replace(config or cls(), **options)

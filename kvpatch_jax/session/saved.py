@@ -20,6 +20,7 @@ from ..backbone import Backbone
 from ..cache import Audio, Template, Text, Video, decoded, sort_of
 from ..errors import PoolError, SessionError
 from ..utils.atomic_files import path_of, replace
+from ..utils.kinds import expect_names
 from ..window import Entry, PatchStore, Window, from_json, to_json
 from .config import Keep, SessionConfig
 from .inputs import SessionInput
@@ -141,9 +142,7 @@ def restore(
     options: Mapping[str, Any],
 ) -> tuple[PieceBook, Keep]:
     """Returns the book and `keep` of a saved session. Arguments and errors are those of `Session.restore`."""
-    for option in options:
-        if option not in GIVEN_OPTIONS:
-            raise TypeError(f"restore() got an unexpected keyword argument {option!r}")
+    expect_names(options, GIVEN_OPTIONS, "restore", SessionError)
     body, arrays = read(path)
     # A foreign program may have written the digest too, so every field may be missing or of another type.
     try:

@@ -30,6 +30,8 @@ from .questions import QuestionRunner, Stop, options_of
 from .runtime import Runtime
 from .stats import Stats
 
+OWN_OPTIONS = ("store", "keep", "lead", "promise", "runtime", "name", "config")
+"""Options of a session that are none of its config."""
 RANK = 16
 """Default rank of patches that are formed in the background and served within a certificate, which bounds ranks."""
 
@@ -97,7 +99,7 @@ class Session:
         Raises:
           SessionError, InputError: an invalid argument, or one of other weights. What adding the lead raises.
         """
-        config = SessionConfig.with_options(config, options)
+        config = SessionConfig.with_options(config, options, "session", OWN_OPTIONS)
         config.check(backbone, store, runtime, keep, name)
         if config.chat is not False:
             lead, config = with_chat_template(backbone, lead, config)

@@ -21,7 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache import Chunk, ChunkKey, Member, Patch, PatchMetadata, antecedent_of, check_factors, encode_chunk
+from ..cache import (
+    Chunk,
+    ChunkKey,
+    Member,
+    Patch,
+    PatchMetadata,
+    antecedent_of,
+    check_factors,
+    encode_chunk,
+    trusted_patch,
+)
 from ..core import (
     BITS,
     AnyArray,
@@ -355,7 +365,7 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
 def patch_of(parts: PatchParts) -> Patch:
     """Makes a patch of its parts, the factors on the default device."""
     factors, metadata = parts
-    return Patch(jax.tree.map(jnp.asarray, factors), metadata)
+    return trusted_patch(jax.tree.map(jnp.asarray, factors), metadata)
 
 
 def _factors_of(name: str, parts: dict[str, Any], metadata: PatchMetadata) -> Any:

@@ -93,7 +93,8 @@ def object_parts(encoded: Encoded, header: Header, key: bytes | None = None) -> 
         return parts
     salt = secrets.token_bytes(32)
     sealed = _sealed(b"".join(parts), key, salt, header)
-    return _plain_parts(Encoded("sealed", {"salt": salt.hex()}, {"sealed": np.frombuffer(sealed, np.uint8)}), header)
+    body = {"salt": salt.hex(), "key": _key_mark(key, salt)}
+    return _plain_parts(Encoded("sealed", body, {"sealed": np.frombuffer(sealed, np.uint8)}), header)
 
 
 def _plain_parts(encoded: Encoded, header: Header) -> list[memoryview]:
@@ -224,6 +225,23 @@ def read_header(path: str) -> tuple[Header, Stored]:
         os.close(fd)
 
 
+def expect_replaceable(path: str, key: bytes | None) -> None:
+    """Raises StoreError for a file encrypted with another key, by its header; one that is lost or damaged passes."""
+    try:
+        _, stored = read_header(path)
+        with _parsing():
+            same = stored.kind != "sealed" or (
+                key is not None and stored.body["key"] == _key_mark(key, bytes.fromhex(stored.body["salt"]))
+            )
+    except (StoreCorruptError, OSError):
+        return
+    if not same:
+        raise StoreError(
+            "object: got one that is there, encrypted with another key; expected the store's key (to replace it, "
+            "delete it first)"
+        )
+
+
 def parse_object(data: np.ndarray, key: bytes | None = None) -> tuple[Header, Stored]:
     """Verifies the bytes of a file, [bytes], and returns views of them. Raises as `read_object`."""
     header, stored = _parse(data)
@@ -316,6 +334,11 @@ def _cipher(key: bytes, salt: bytes) -> Any:
     # Every object has a key of its own, which a salt of 256 bits makes: no nonce is used twice with a key.
     aead = require("cryptography.hazmat.primitives.ciphers.aead", "cryptography", "encryption")
     return aead.AESGCM(_derived(key, salt, b"object"))
+
+
+def _key_mark(key: bytes, salt: bytes) -> str:
+    """Returns what tells an object's key from others, and nothing else about it."""
+    return _derived(key, salt, b"mark")[:8].hex()
 
 
 def _nonce_and_context(number: int, pieces: int, header: Header) -> tuple[bytes, bytes]:

@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import heapq
+import itertools
 import os
 import secrets
 import sqlite3
@@ -53,7 +55,6 @@ CREATE TABLE IF NOT EXISTS objects(
   id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, kind TEXT NOT NULL, rank INTEGER NOT NULL,
   file TEXT NOT NULL, size INTEGER NOT NULL, seq INTEGER NOT NULL, expires REAL, used REAL NOT NULL,
   UNIQUE(tenant, name));
-CREATE INDEX IF NOT EXISTS by_use ON objects(CAST(used / {AGE_SECONDS} AS INTEGER), rank, used) WHERE rank < 2;
 CREATE INDEX IF NOT EXISTS by_tenant_use
   ON objects(tenant, CAST(used / {AGE_SECONDS} AS INTEGER), rank, used) WHERE rank < 2;
 CREATE INDEX IF NOT EXISTS entries ON objects(tenant, name) WHERE rank = 2;
@@ -164,6 +165,13 @@ class Index:
             self._open_root(create)
 
     def _open_root(self, create: bool) -> None:
+        folder = self.root
+        while not os.path.exists(folder):
+            folder = os.path.dirname(folder)
+        if not os.path.isdir(folder):
+            raise StoreError(
+                f"store.root: got {self.root!r:.300}, where {folder!r:.300} is a file; expected a directory"
+            )
         if create:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
         contents = set(os.listdir(self.root)) if os.path.isdir(self.root) else set[str]()
@@ -183,6 +191,9 @@ class Index:
         self._unlock = weakref.finalize(self, os.close, self._lock)  # also of a store that is dropped without close
         self._unlock.atexit = False  # a thread may still write
         try:
+            # A root of another format is left as it is.
+            if "secret" in contents:
+                self._read_secret()
             if not self._is_complete() and self._lock_alone():
                 self._create()
             fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -219,6 +230,11 @@ class Index:
             with contextlib.closing(sqlite3.connect(f"file:{_quoted(self.path)}?mode=rw", uri=True)) as db:
                 db.execute("PRAGMA busy_timeout=10000")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > FORMAT:
+                    raise StoreError(
+                        f"store {self.root}: got an index of format {version}; expected {FORMAT} (if a later version "
+                        "of the library did not write it, it is damaged: without index.sqlite it is made again)"
+                    )
                 if version != FORMAT:
                     return False  # damaged: the format is that of the secret's file
                 for table in ("meta", "objects", "usage", "deleted", "outbox", "budgets"):
@@ -492,40 +508,48 @@ class Index:
         return stored, evicted
 
     def _evict(self, transaction: Transaction, tenant: str, need: int, now: float) -> int:
-        """Makes room for `need` bytes within the budgets: expired objects leave first, then the least recently used."""
-        db, evicted = transaction.db, 0
-        budgets = dict(db.execute("SELECT tenant, bytes FROM budgets WHERE tenant IN ('', ?)", (tenant,)).fetchall())
-        for owner, budget in budgets.items():
-            where, values = ("tenant = ?", (owner,)) if owner else ("1", ())
-            usage = f"SELECT COALESCE(SUM(bytes), 0) FROM usage WHERE kind != 'entry' AND {where}"
-            (taken,) = db.execute(usage, values).fetchone()
-            if taken + need <= budget:
-                continue
-            if need > budget:
-                raise StoreError(f"store: got {need} bytes to write; expected at most the budget of {budget}")
-            query = f"SELECT id, file, size FROM objects WHERE expires <= ? AND rank < 2 AND {where}"
-            victims = db.execute(query, (now, *values)).fetchall()
-            transaction.forget([row[:2] for row in victims])
-            taken -= sum(row[2] for row in victims)
-            if taken + need <= budget:
-                continue
+        """Makes room for `need` bytes within the tenant's share and the root's budget.
 
-            # What the remote store does not have yet stays.
-            waiting = "EXISTS (SELECT 1 FROM outbox o WHERE o.tenant = objects.tenant AND o.name = objects.name)"
-            order = f"CAST(used / {AGE_SECONDS} AS INTEGER), rank, used"
-            query = f"SELECT id, file, size FROM objects WHERE rank < 2 AND {where} AND NOT {waiting} ORDER BY {order}"
-            victims, excess = list[tuple[int, str]](), taken + need - budget
-            for id, file, size in db.execute(query, values):
-                if excess <= 0 and (excess <= (LOW - 1) * budget or len(victims) >= MAX_VICTIMS):
+        Expired objects leave first, then the least recently used. For the budget, those of tenants that hold more than
+        what is theirs (`_protected`) leave, and the tenant's own.
+        """
+        db, evicted = transaction.db, 0
+        bounds = dict(db.execute("SELECT tenant, bytes FROM budgets").fetchall())
+        for owner, word in ((tenant, "share"), ("", "root budget")):
+            bound = bounds.get(owner)
+            held = _held(db, tenant)
+            taken = held[tenant] if owner else sum(held.values())
+            if bound is None or taken + need <= bound:
+                continue
+            if need > bound:
+                raise StoreError(f"store: got {need} bytes to write; expected at most the {word} of {bound}")
+            where, values = ("tenant = ?", (owner,)) if owner else ("1", ())
+            query = f"SELECT id, file FROM objects WHERE expires <= ? AND rank < 2 AND {where}"
+            transaction.forget(db.execute(query, (now, *values)).fetchall())
+
+            held = _held(db, tenant)
+            held[tenant] += need
+            excess = (held[tenant] if owner else sum(held.values())) - bound
+            # Down to these bytes objects leave: the tenant's own for some more puts, as this one.
+            floors = {tenant: 0} if owner else _protected(bounds, held)
+            floors[tenant] = int(LOW * floors[tenant])
+            victims = dict[int, str]()
+            above = [_oldest(db, other, held, floor) for other, floor in floors.items()]
+            # The others hold no more than what is theirs, so the tenant's own leave, whatever it holds.
+            for *_, id, other, file, size in itertools.chain(heapq.merge(*above), _oldest(db, tenant, held, 0)):
+                enough = excess <= (LOW - 1) * bound or len(victims) >= MAX_VICTIMS or held[other] <= floors[other]
+                if excess <= 0 and enough:
                     break
-                victims.append((id, file))
-                excess -= size
+                if id not in victims:
+                    victims[id] = file
+                    held[other] -= size
+                    excess -= size
             if excess > 0:
                 raise StoreError(
-                    f"store: got {need} bytes to write, and {taken} that cannot be evicted before the remote store has "
-                    f"them; expected at most {budget}"
+                    f"store: got {need} bytes to write, {excess} more than there is room for: other tenants' shares "
+                    f"stay, and what the remote store does not have yet; expected at most the {word} of {bound}"
                 )
-            transaction.forget(victims)
+            transaction.forget(victims.items())
             evicted += len(victims)
         return evicted
 
@@ -563,6 +587,36 @@ class Index:
                 orphans = [file for file in orphans if not transaction.db.execute(query, (file,)).fetchone()]
                 self.unlink(orphans)  # within the transaction: a writer then sees that its file is gone
         return len(expired) + len(orphans)
+
+
+def _held(db: sqlite3.Connection, tenant: str) -> dict[str, int]:
+    """Returns the bytes that each tenant has in the root, entries excluded; 0 for this one if it has none."""
+    query = "SELECT tenant, SUM(bytes) FROM usage WHERE kind != 'entry' GROUP BY tenant HAVING SUM(bytes) > 0"
+    return {tenant: 0, **dict(db.execute(query).fetchall())}
+
+
+def _protected(bounds: dict[str, int], held: dict[str, int]) -> dict[str, int]:
+    """Returns the bytes that are each tenant's: its share, or an equal part of what shares leave of the budget."""
+    shares = {tenant: bounds[tenant] for tenant in held if tenant in bounds}
+    equal = max(0, bounds.get("", 0) - sum(shares.values())) // max(1, len(held) - len(shares))
+    return {tenant: shares.get(tenant, equal) for tenant in held}
+
+
+def _oldest(db: sqlite3.Connection, tenant: str, held: dict[str, int], floor: int) -> Iterator[tuple]:
+    """Reads a tenant's objects in their order of eviction while it holds more than `floor` bytes.
+
+    What the remote store does not have yet stays.
+    """
+    if held[tenant] <= floor:
+        return
+    order = f"CAST(used / {AGE_SECONDS} AS INTEGER), rank, used"
+    waiting = "EXISTS (SELECT 1 FROM outbox o WHERE o.tenant = objects.tenant AND o.name = objects.name)"
+    query = f"""SELECT {order}, id, tenant, file, size FROM objects
+      WHERE tenant = ? AND rank < 2 AND NOT {waiting} ORDER BY {order}"""
+    for row in db.execute(query, (tenant,)):
+        if held[tenant] <= floor:
+            return
+        yield row
 
 
 def _insert_files(db: sqlite3.Connection, root: str) -> int:

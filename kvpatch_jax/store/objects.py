@@ -24,6 +24,7 @@ from .files import (
     Encoded,
     Header,
     Stored,
+    expect_replaceable,
     file_bytes,
     object_parts,
     parse_object,
@@ -76,7 +77,7 @@ class Objects:
         root: str | os.PathLike[str],
         tenant: str = "default",
         *,
-        budget: Size | None = None,
+        root_budget: Size | None = None,
         share: Size | None = None,
         memory: Size = 2 << 30,
         ttl: float | int | None = None,
@@ -85,7 +86,7 @@ class Objects:
         remote: Any = None,
     ):
         memory_bytes, bounds = size_of(memory, "store: memory"), dict[str, int]()
-        for name, size in (("budget", budget), ("share", share)):
+        for name, size in (("root_budget", root_budget), ("share", share)):
             if size is not None:
                 bounds[name] = size_of(size, f"store: {name}")
         if key is not None and (not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES):
@@ -96,7 +97,7 @@ class Objects:
         self.root = self.index.root
         self.names = Names(tenant, self.index.secret if secret is None else secret)
         self.tenant = self.names.tenant
-        for name, owner in (("budget", ""), ("share", self.tenant)):
+        for name, owner in (("root_budget", ""), ("share", self.tenant)):
             if name in bounds:
                 self.index.set_budget(owner, bounds[name])
         self.counters: collections.Counter[str] = collections.Counter()
@@ -162,6 +163,9 @@ class Objects:
     def _write(self, writes: Sequence[_Write], expected: int | None, outbox: bool) -> list[int]:
         """Writes and syncs files, and names them in one transaction. Returns their numbers, 0 for late ones."""
         files = list[NewFile]()
+        for name in {write.name for write in writes}:
+            if file := self.file_of(name):
+                expect_replaceable(f"{self.root}/data/{file}", self.key)
         try:
             with file_errors(f"store {self.root}: put"):
                 for group in itertools.batched(writes, GROUP):

@@ -64,9 +64,11 @@ class ChunkStore:
     Args:
       root: directory on a local file system, created if it does not exist. `~` is the user's home.
       tenant: owner of the objects. Names of different tenants' objects cannot be related without the store's secret.
-      budget: bytes of all tenants' objects on the disk, such as "50 GB", for every process from now on; None leaves it
-        as it is, at first without a bound. The least recently used objects leave.
-      share: likewise this tenant's bytes.
+      root_budget: bytes of all tenants' objects on the disk, such as "50 GB", for every process from now on; None
+        leaves it as it is, at first without a bound. The least recently used objects leave, of tenants that hold more
+        than is theirs.
+      share: likewise the bytes that this tenant may have; other tenants' puts take none of them. Without one, a tenant
+        may have what is free, and others take nothing while it holds no more than an equal part of what shares leave.
       memory: bytes of decoded objects that this process keeps, for all tenants of the root together.
       ttl: default time to live of objects in seconds; None keeps them.
       key: encrypts objects on the disk and in the remote store; objects that are not encrypted are then refused. 32
@@ -86,7 +88,7 @@ class ChunkStore:
         root: str | os.PathLike[str],
         *,
         tenant: str = "default",
-        budget: Size | None = None,
+        root_budget: Size | None = None,
         share: Size | None = None,
         memory: Size = "2 GB",
         ttl: float | int | None = None,
@@ -99,7 +101,7 @@ class ChunkStore:
             from .remote import open_remote
 
             remote = open_remote(remote)
-        limits: dict[str, Any] = {"budget": budget, "share": share, "memory": memory}
+        limits: dict[str, Any] = {"root_budget": root_budget, "share": share, "memory": memory}
         self.objects = Objects(root, tenant, **limits, ttl=ttl, key=key, secret=secret, remote=remote)
         self.names = self.objects.names
 

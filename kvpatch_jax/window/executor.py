@@ -171,7 +171,7 @@ class Executor:
         Raises:
           PoolError: no room.
         """
-        slots = self.slots.allocate(tokens, aligned=True)
+        slots = self._pages_for(tokens, "question and answer")
         # Ids of pieces are not empty.
         reserved = Resident("", slots, np.zeros(0, np.float32), 0)
         self._hold(branch, {**self.branches.get(branch, {}), "": reserved})
@@ -416,13 +416,19 @@ class Executor:
             self.check_pool(error)
             raise
 
+    def _pages_for(self, tokens: int, what: str) -> Int[np.ndarray, " T"]:
+        """Takes free pages for tokens. Raises PoolError, which says what gives room."""
+        try:
+            return self.slots.allocate(tokens, aligned=True)
+        except PoolError as error:
+            raise PoolError(
+                f"{what}, {tokens} tokens: {error} (more pages=, a window that keeps fewer chunks by keep=, or evict)"
+            ) from None
+
     def _allocate(self, pieces: Sequence[Piece], taken: list[Int[np.ndarray, " _"]]) -> list[Int[np.ndarray, " _"]]:
         """Takes free slots for pieces, each from a page of its own."""
         for piece in pieces:
-            try:
-                taken.append(self.slots.allocate(piece.entry.tokens, aligned=True))
-            except PoolError as error:
-                raise PoolError(f"piece {brief(piece.id)!r}: {error}") from None
+            taken.append(self._pages_for(piece.entry.tokens, f"piece {brief(piece.id)!r}"))
         return taken[len(taken) - len(pieces) :]
 
     # ---------------------------------------------------------------------------------------------------- making KV

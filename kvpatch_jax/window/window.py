@@ -181,8 +181,8 @@ class Window:
       pieces: what is placed, from the front, right behind one another.
       evicted: chunks that left and can be recalled, in the order in which they left; at most `MOST_GONE`.
       lead: how many pieces at the front are pinned: they never leave and never move.
-      promise: what the window is measured against: "remember" (the model if no token sees a chunk that had left by
-        then) or "forget" (a prefill of the window as it is).
+      promise: what the window is measured against: "remember" (the model where each token saw what the window had when
+        it came in) or "forget" (a prefill of the window as it is).
       branch: "", or the name that it began under; a fork's is its parent's, a slash and its own name.
     """
 
@@ -489,13 +489,16 @@ class Window:
 
         "exact": its KV is that of a prefill of this window as it is, and everything in front is exact too.
 
-        "survivor": its KV is that of the model if no token sees a chunk that had left by then (the banded mask): it was
-        prefilled behind exact pieces and survivors, and everything that is promised in front of it now was in front of
-        it then, in this order. It remembers what has left.
+        "survivor": it was prefilled behind exact pieces and survivors, and everything that is promised in front of it
+        now was in front of it then, with the same KV, in this order; the rest has left. Each of its tokens attended to
+        what its window had then, right behind one another: it remembers what has left. That is one forward of the
+        history under a mask (banded: no token sees a chunk that had left by then) where chunks left from the front. A
+        chunk that left from between others, as every one does behind a lead, brought those closer together, which no
+        one forward has.
 
         "approximate": anything else: patched, bare or restored from another history; behind something that it has not
-        seen (inserted, recalled, replaced, moved or prefilled again), until that leaves; prefilled behind a piece that
-        was approximate, for as long as that KV lives.
+        seen, until that leaves: inserted, recalled, replaced, moved, or prefilled again after something in front of it
+        had left, which gives other KV; prefilled behind a piece that was approximate, for as long as that KV lives.
 
         The words do not depend on the window's promise; `as_promised` does. A window that remembers promises exact
         pieces and survivors as they are, and a prefill in the place of all others; one that forgets promises a prefill

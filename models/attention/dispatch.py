@@ -23,7 +23,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from kvpatch_jax.errors import KernelUnavailableError
+from kvpatch_jax.errors import KernelUnavailableError, ShapeError
+from kvpatch_jax.utils.kinds import expect_kind
 from pallas_kernels._dispatch import preferred
 from pallas_kernels._target import platform, target
 
@@ -84,6 +85,7 @@ def attention(
       ShapeError: a mask made for other shapes. KernelUnavailableError: none of the implementations asked for can run;
         it has the reason of each.
     """
+    expect_kind(mask, Mask, "attention: mask", "a Mask, such as Mask(allowed=bools)", ShapeError)
     mask.check(query.shape[0], query.shape[1], key.shape[1])
     chosen = what_runs(query, key, value, mask, implementation)
     if chosen in KERNELS.values():

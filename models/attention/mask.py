@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from kvpatch_jax.core import check_mask
 from kvpatch_jax.errors import ShapeError
 
 NOWHERE = np.iinfo(np.int32).max
@@ -63,7 +64,7 @@ class Mask:
             raise ShapeError("segments: got those of queries alone or of keys alone; expected both or neither")
 
     def check(self, rows: int, queries: int, keys: int) -> None:
-        """Refuses a mask that was not made for [rows, queries] over [rows, keys].
+        """Refuses a mask that was not made for [rows, queries] over [rows, keys], of bools and whole numbers.
 
         Raises:
           ShapeError: it names the array.
@@ -76,8 +77,13 @@ class Mask:
             "key_segments": (keys,),
             "allowed": (1, queries, keys),
         }
+        check_mask(self.allowed, "mask: allowed")
         for name, rest in expected.items():
             array = getattr(self, name)
+            kind = np.dtype(getattr(array, "dtype", object)).kind
+            if array is not None and name != "allowed" and kind not in "iu":
+                shown = getattr(array, "dtype", f"a {type(array).__name__}")
+                raise ShapeError(f"mask: got {name} of {shown}; expected an array of integers")
             if array is not None and (array.shape[1:] != rest or array.shape[0] not in (1, rows)):
                 raise ShapeError(f"mask: got {name} of shape {tuple(array.shape)}; expected {(rows, *rest)}")
 

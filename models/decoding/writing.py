@@ -19,18 +19,19 @@ from kvpatch_jax.backbone import (
     check_cached,
     check_tokens,
 )
-from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of, split_transition
+from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of, check_mask, split_transition
 from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
 from ..inputs.buckets import pad_slots, pad_tokens
-from ..inputs.masks import check_behind, check_mask, check_mask_over
+from ..inputs.masks import check_behind, check_mask_over
 from ..inputs.rows import logit_rows
 from .programs import LoadedModel
 from .traced import key_count
 
 ALL_LAYERS = {"start_layer": 0, "stop_layer": None, "hidden_at": ()}
 """Of a step: what a recompute may choose."""
+WRITTEN = "True where a token is written at a layer"
 
 
 class Writing(LoadedModel):
@@ -49,6 +50,7 @@ class Writing(LoadedModel):
         hidden_at: tuple[int, ...] = (),
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
+        check_mask(keep, "recompute: keep", WRITTEN)
         if keep is not None and not isinstance(keep, Tracer):
             sets = np.asarray(keep)
             if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
@@ -104,7 +106,8 @@ class Writing(LoadedModel):
     ) -> Any:
         """See `kvpatch_jax.backbone.Backbone.attention`. Nothing is padded: `reduce` sees real tokens alone."""
         check_tokens(tokens, "attention")
-        check_mask(mask)
+        check_mask(mask, "attention: mask")
+        check_mask(keep, "attention: keep", WRITTEN)
         check_cached(self.layout, tokens, context, "attention: context")
         if slots is None:
             check_behind(tokens, context, mask, "attention")
@@ -153,7 +156,7 @@ class Writing(LoadedModel):
         A pool is donated, and its table gets the slots' pages.
         """
         check_tokens(tokens, what)
-        check_mask(mask)
+        check_mask(mask, f"{what}: mask")
         check_cached(self.layout, tokens, cache, f"{what}: cache")
         if np.shape(slots) != tokens.embeddings.shape[:2]:
             raise ShapeError(f"{what}: got slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")

@@ -66,17 +66,6 @@ def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Ma
     return dataclasses.replace(made, query_segments=jnp.zeros((1, length), jnp.int32), key_segments=segments)
 
 
-def check_mask(mask: Any) -> None:
-    """Raises ShapeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
-    if mask is not None and not hasattr(mask, "dtype"):
-        raise ShapeError(f"mask: got a {type(mask).__name__}; expected an array of bool")
-    if mask is not None and mask.dtype != bool:
-        raise ShapeError(
-            f"mask: got {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "
-            "scores: mask == 0)"
-        )
-
-
 def check_mask_over(mask: Any, shape: tuple[int, int, int], what: str) -> None:
     """Refuses a mask of another shape than [rows, 1, tokens, keys] over pages, given (rows, tokens, keys).
 

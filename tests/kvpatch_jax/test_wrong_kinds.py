@@ -67,7 +67,7 @@ def store(tmp_path: Path):
 
 
 def test_stores_refuse_what_they_are_not_made_with():
-    options = dict.fromkeys(("budget", "share", "ttl", "secret", "key", "remote")) | {
+    options = dict.fromkeys(("root_budget", "share", "ttl", "secret", "key", "remote")) | {
         "tenant": "a",
         "memory": 0,
     }

@@ -221,12 +221,19 @@ def test_the_form_of_attention_follows_from_sizes_and_what_is_asked():
         what_runs(*small, Mask(), ("cudnn", "flash"))
 
 
-def test_masks_that_do_not_fit_are_refused():
+def test_masks_that_do_not_fit_are_refused(unchecked):
     arrays = drawn((2, 5, 7), HEADS["gqa"])
     for name, shape in {"query_places": (2, 7), "key_places": (3, 7), "allowed": (2, 1, 7, 5)}.items():
         given: Any = {name: np.zeros(shape, bool if name == "allowed" else np.int32)}
         with pytest.raises(ShapeError, match=f"mask: got {name} of shape"):
             attention(*arrays, Mask(**given), scale=SCALE)
+    for dtype in (np.float32, np.int32):
+        with pytest.raises(ShapeError, match=f"allowed: got {np.dtype(dtype)}; expected an array of bool"):
+            attention(*arrays, Mask(allowed=np.zeros((2, 1, 5, 7), dtype)), scale=SCALE)
+    with pytest.raises(ShapeError, match="query_places of float32; expected an array of integers"):
+        attention(*arrays, Mask(query_places=np.zeros((2, 5), np.float32)), scale=SCALE)
+    with pytest.raises(ShapeError, match="attention: mask: got a ndarray; expected a Mask"):
+        attention(*arrays, np.ones((2, 1, 5, 7), bool), scale=SCALE)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShapeError, match="segments: got those of queries alone or of keys alone"):
         Mask(query_segments=np.zeros((1, 5), np.int32))
     with pytest.raises(ShapeError, match="window: got 0 places"):

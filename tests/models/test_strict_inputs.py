@@ -63,8 +63,10 @@ def test_a_mask_that_is_added_to_scores_is_refused(backbone, unchecked):
             lambda mask=mask: backbone.recompute(tokens, cache, np.arange(6)[None], mask=mask),
             lambda mask=mask: backbone.decode(last, cache, np.array([[5]]), mask[..., -1:, :]),
         ):
-            with pytest.raises(ShapeError, match=f"mask: got {mask.dtype}; expected bool"):
+            with pytest.raises(ShapeError, match=f"mask: got {mask.dtype}; expected an array of bool"):
                 call()
+        with pytest.raises(ShapeError, match=f"keep: got {mask.dtype}; expected an array of bool"):
+            backbone.recompute(tokens, cache, np.arange(6)[None], np.ones((2, 1, 6), mask.dtype))
 
 
 @pytest.mark.parametrize("wrong", [-1, 300, 2**31])

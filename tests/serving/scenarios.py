@@ -439,7 +439,12 @@ def start(name: str, work: Path, kind: str) -> Engine:
         settings = {"backbone": f"tiny {kind}", **settings}
     if name == "fails":
         stores.open_remote = lambda *_, **__: Remote(CLIENT)
-        root = {"root": str(work / f"{store}-{kind}"), "budget": "16 MiB", "memory": "1 MiB", "remote": "memory://rig"}
+        root = {
+            "root": str(work / f"{store}-{kind}"),
+            "root_budget": "16 MiB",
+            "memory": "1 MiB",
+            "remote": "memory://rig",
+        }
         settings = {**(settings or {}), "store": root}
     if name == "uuids":
         model = engine_weights.write(work / "model-trained")

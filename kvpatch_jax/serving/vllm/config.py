@@ -30,7 +30,7 @@ class StoreOptions:
 
     Attributes:
       root: a directory, which engines may share.
-      budget: bytes of the directory, shared with every engine that has the same limit; None: no limit.
+      root_budget: bytes of the directory, of all its tenants and engines together; None: no limit.
       memory: bytes of host memory for copies of stored chunks, of all tenants together.
       ttl: seconds after which what this engine stores expires; None: never.
       key: where the key is with which objects are encrypted: "file:/an/absolute/path", a file that only its owner may
@@ -44,7 +44,7 @@ class StoreOptions:
     """
 
     root: str
-    budget: int | None = None
+    root_budget: int | None = None
     memory: int = 1 << 30
     ttl: float | int | None = None
     key: str | None = None
@@ -53,8 +53,8 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         _expect("connector.store.root", self.root, isinstance(self.root, str) and self.root != "", "a directory")
-        is_budget = self.budget is None or is_whole(self.budget, 1)
-        _expect("connector.store.budget", self.budget, is_budget, "a number of bytes >= 1, or None")
+        is_budget = self.root_budget is None or is_whole(self.root_budget, 1)
+        _expect("connector.store.root_budget", self.root_budget, is_budget, "a number of bytes >= 1, or None")
         _expect("connector.store.memory", self.memory, is_whole(self.memory, 0), "a number of bytes >= 0")
         is_age = self.ttl is None or (_is_bound(self.ttl) and self.ttl > 0)
         _expect("connector.store.ttl", self.ttl, is_age, "seconds > 0, or None")
@@ -87,7 +87,7 @@ class StoreOptions:
                 f"{sorted(fields - {'root'})}"
             )
         options = dict(value)
-        for name, least in (("budget", 1), ("memory", 0)):
+        for name, least in (("root_budget", 1), ("memory", 0)):
             if isinstance(options.get(name), str):
                 options[name] = size_of(options[name], f"connector.store.{name}", least, ConfigError)
         return cls(**options)

@@ -240,7 +240,7 @@ class _SharedStores:
 
     def _opened(self, tenant: str) -> ChunkStore:
         options = self.config.store
-        limits: dict[str, Any] = {"budget": options.budget, "memory": options.memory, "ttl": options.ttl}
+        limits: dict[str, Any] = {"root_budget": options.root_budget, "memory": options.memory, "ttl": options.ttl}
         return ChunkStore(
             options.root, tenant=tenant, key=self._key, secret=self._secret, remote=self._remote, **limits
         )

@@ -28,7 +28,12 @@ def test_pads_with_zeros(name: str):
         ({"local": np.zeros(23, np.float32)}, InputError, "23"),
         ({"length": 25}, InputError, "25"),
         ({"id": ""}, InputError, "id"),
+        ({"id": 3}, InputError, "chunk: id: got a int"),
         ({"span": -1}, InputError, "-1"),
+        ({"span": 23}, InputError, "span 23; expected at least 24"),
+        ({"local": np.arange(24) + 2**24, "span": 2**25}, InputError, r"below 2\*\*24"),
+        ({"local": np.full(24, np.inf, np.float32)}, InputError, "positions from inf"),
+        ({"local": np.full(24, np.nan, np.float32)}, InputError, "positions from nan"),
     ],
 )
 def test_chunks_of_invalid_parts_are_refused(unchecked, change, error, words):

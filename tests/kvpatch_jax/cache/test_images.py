@@ -3,6 +3,7 @@
 
 import io
 import struct
+import warnings
 import zlib
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kvpatch_jax.cache import chunk_id, decoded, expect_small
+from kvpatch_jax.cache import AnimatedImageWarning, chunk_id, decoded, expect_small
 from kvpatch_jax.errors import InputError
 
 RNG = np.random.default_rng(5)
@@ -118,6 +119,24 @@ def test_a_transparent_photo_is_turned_before_it_is_laid_over_white_and_is_not_c
             assert (way.size, way.getexif()[ORIENTATION]) == ((40, 24), 6)
 
 
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_an_animation_is_read_as_its_first_frame_with_a_warning(tmp_path, form):
+    frames = [Image.fromarray(np.full((16, 24, 3), shade, np.uint8)) for shade in (0, 100, 200)]
+    path = tmp_path / f"image.{form.lower()}"
+    path.write_bytes(file_of(frames[0], form, save_all=True, append_images=frames[1:]))
+    with Image.open(path) as image:
+        for source in (path, path.read_bytes(), image):
+            with pytest.warns(AnimatedImageWarning, match="several frames or pages; reads the first one"):
+                assert not decoded(source).any()
+        # Whoever chose a frame, or gives one alone, is not warned.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not decoded(image.copy()).any()
+            decoded(file_of(frames[1], form))
+            image.seek(2)
+            assert decoded(image).min() > 190
+
+
 def test_what_cannot_be_read_is_refused(tmp_path):
     """Values of more than 8 bits, bytes that only begin like an image, one cut short or of more pixels than memory."""
     size = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
@@ -138,6 +157,9 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     ):
         with pytest.raises(InputError, match=r"expected (uint8|pixels of at most 8 bits|a path)"):
             decoded(image)
+    for read in (decoded, id_of, lambda folder: expect_small(folder, 2000)):
+        with pytest.raises(InputError, match=r"image: got '.*', a folder; expected an image's file"):
+            read(tmp_path)
     for image in (tmp_path / "gone.png", Image.fromarray(deep)):
         with pytest.raises(InputError, match="expected"):
             id_of(image)

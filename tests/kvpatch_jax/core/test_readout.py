@@ -69,8 +69,9 @@ def test_readouts_that_do_not_fit_are_refused(unchecked):
         kvp.core.attention_with_lse(Q[:, :, :3], K, V)
     with pytest.raises(ShapeError, match="equal tokens and KV heads"):
         kvp.core.attention_with_lse(Q, K, V[..., :1, :])
-    with pytest.raises(ShapeError, match="a mask of float32"):
-        kvp.core.attention_with_lse(Q, K, V, jnp.zeros(K.shape[-3]))
+    for mask, shown in ((np.zeros(12, np.float32), "float32"), (jnp.ones(12, int), "int32"), ([0.0] * 12, "a list")):
+        with pytest.raises(ShapeError, match=f"attention: mask: got {shown}; expected an array of bool"):
+            kvp.core.attention_with_lse(Q, K, V, mask)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShapeError, match="at least one pair"):
         kvp.core.merge_readouts()
     with pytest.raises(ShapeError, match="expected"):

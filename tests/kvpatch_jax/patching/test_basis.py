@@ -200,7 +200,7 @@ def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
         store.put_basis(basis)
         store.put_patches([form_in_basis(CHUNK, behind(seed), basis, [f"A{seed}"], 4) for seed in range(3)])
         held = store.usage().bytes
-    with ChunkStore(tmp_path, memory=0, budget=held) as store:
+    with ChunkStore(tmp_path, memory=0, root_budget=held) as store:
         store.put_encoder("other", "tiny", np.zeros(8, np.float32))
         assert store.patch_count(CHUNK.id, "tiny") < 3
         assert store.get_basis(basis.digest, CHUNK.layout, "tiny") is not None

@@ -219,6 +219,13 @@ def test_refuses_bad_ranks_and_input(unchecked):
         form({"q": 2})
     with pytest.raises(NotFiniteError, match="'v'"):
         form(conditioned=conditioned | {"v": conditioned["v"].at[0, 0, 0, 0].set(jnp.nan)})
+    patch = form()
+    (u, v), metadata = patch.factors["v"], patch.metadata
+    with pytest.raises(NotFiniteError, match=r"'v'\]: got 1 values that are NaN"):
+        kvp.Patch({**patch.factors, "v": (u, v.at[0, 0, 0].set(jnp.inf))}, metadata)
+    for factors, words in (([u, v], "factors: got a list"), ({"k": ([1.0], v)}, r"factors\['k'\]: got a float")):
+        with pytest.raises(InputError, match=words):
+            kvp.Patch(factors, metadata)
     with pytest.raises(ShapeError, match="expected the chunk's"):
         form(conditioned={name: value[:, :9] for name, value in conditioned.items()})
     with pytest.raises(InputError, match="layers"):

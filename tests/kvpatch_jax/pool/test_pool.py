@@ -212,3 +212,14 @@ def test_a_donated_pool_is_refused_by_name():
         with pytest.raises(PoolError, match=r"donated.*expected the pool that"):
             use()
     kvp.pool.read_slots(after, slots)
+
+
+def test_slots_that_are_read_are_checked(unchecked):
+    pool = pool_of(LAYOUTS["gqa"])
+    total = pool["k"].shape[1] * pool["k"].shape[2]
+    for slots in (np.array([0, total]), np.array([-1]), np.array([0.5])):
+        with pytest.raises(KernelError, match=r"expected (0 to|int32)"):
+            kvp.pool.read_slots(pool, slots)
+    with pytest.raises(ShapeError, match=r"slots of shape \(1, 2\); expected \[T\]"):
+        kvp.pool.read_slots(pool, np.array([[0, 1]]))
+    assert kvp.pool.read_slots(pool, np.array([1, 1]))["k"].shape[1] == 2

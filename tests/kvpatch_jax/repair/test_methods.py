@@ -1,6 +1,7 @@
 """Every method has one signature, `patch` is what users call, and costs are those that a hand counts."""
 # pyright: reportArgumentType=false
 
+import inspect
 import tempfile
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def chunk_of(backbone: ModelBackbone, splice: SplicedCache) -> kvp.Chunk:
     local = np.asarray(splice.tokens.positions)[0] - BEFORE
     kv = canonical_of(backbone.layout, splice)
     return kvp.Chunk(kv, local, TOKENS, TOKENS, "page", backbone.layout, backbone.fingerprint)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_of_another_kind_are_refused_by_name(case, name, unchecked):
+    backbone, splice = case
+    budget = RepairBudget(share=0.5)
+    with pytest.raises(InputError, match=f"{name}: got option 'nonsense'; expected"):
+        METHODS[name](backbone, splice, budget, nonsense=1)
+    for parameter in inspect.signature(inspect.unwrap(METHODS[name])).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            for wrong in ([1], object(), b"x", True):
+                with pytest.raises(InputError, match=rf"{name}\.{parameter.name}: got .*; expected"):
+                    METHODS[name](backbone, splice, budget, **{parameter.name: wrong})
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -234,6 +234,7 @@ def test_schedules_that_layers_cannot_follow_are_refused(backbone, spliced, shar
         (InputError, "got 18; expected 0 to 17", lambda splice: {"slots": splice.slots + SPARE + 1}),
         (ShapeError, "embeddings", lambda splice: {"tokens": splice.tokens.take(0, 5)}),
         (ShapeError, "seen", lambda splice: {"seen": jnp.ones((ROWS, 3), bool)}),
+        (ShapeError, "seen: got float32", lambda splice: {"seen": jnp.zeros(splice.seen.shape)}),
         (ShapeError, "length", lambda splice: {"length": jnp.ones((ROWS + 1,), jnp.int32)}),
         (ShapeError, "recorded", lambda splice: {"recorded": {n: kv[:, :, :2] for n, kv in splice.recorded.items()}}),
         (LayoutError, "repair: cache", lambda splice: {"cache": {"k": splice.cache["k"]}}),

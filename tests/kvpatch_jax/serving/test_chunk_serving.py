@@ -139,7 +139,7 @@ def test_requests_that_cannot_be_planned_are_left_unchanged(tmp_path):
     [
         (lambda rows: rows, {"layout": dataclasses.replace(LAYOUT, rope=kvp.Rope(5e5, 64))}, "LayoutError"),
         (lambda rows: rows[:, :7], {"local": np.arange(7, dtype=np.float32), "length": 7}, "InputError"),
-        (lambda rows: rows, {"local": np.arange(8, dtype=np.float32) * 2}, "InputError"),
+        (lambda rows: rows, {"local": np.arange(8, dtype=np.float32) * 2, "span": 16}, "InputError"),
         (lambda rows: rows.astype(jnp.bfloat16), {}, "ShapeError"),
     ],
 )

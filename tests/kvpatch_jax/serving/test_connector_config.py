@@ -27,7 +27,14 @@ def options_of(part, **settings) -> RequestOptions | None:
 
 
 def test_settings_are_read_from_json():
-    store = {"root": "s", "memory": "8 GiB", "budget": "500 GB", "ttl": 3600, "key": "env:KEY", "secret": "file:/s"}
+    store = {
+        "root": "s",
+        "memory": "8 GiB",
+        "root_budget": "500 GB",
+        "ttl": 3600,
+        "key": "env:KEY",
+        "secret": "file:/s",
+    }
     chunking = {"separators": [[7, 8]], "openers": [[1, 2]], "image_frame": [5, 6]}
     config = config_of(store=store, chunking=chunking, allow=["exact", "blind"], survivors="1 MiB", default={})
     assert config.store == StoreOptions("s", 500 * 10**9, 8 << 30, 3600, "env:KEY", "file:/s")
@@ -42,7 +49,7 @@ INVALID = {
     **{"allow": ([], ["certified"], ["exact", "often"], "exact"), "store_after": (-1, "2"), "survivors": (-1, "many")},
     **{"chunking": (3, {"mean": 512}), "default": (3, {"segments": [3]}, {"agent": "a"}, {"rank": 1})},
     **{"default.reuse": ("fast", "blind"), "default.kl": ("0.1", 0.1), "store": (None, 7, {}, {"memory": 1})},
-    **{"store.root": ("", 7), "store.memory": (-1, True, "many", 2**70), "store.budget": (0, "lots")},
+    **{"store.root": ("", 7), "store.memory": (-1, True, "many", 2**70), "store.root_budget": (0, "lots")},
     **{"store.ttl": (0, float("nan")), "store.key": ("key", "file:relative", "env:lower", 7), "store.secret": ("x",)},
     **{"chunking.separators": (3, [3], [[]], [["#"]], [[-1]]), "chunking.openers": ([[2**31]], [[1] * 65], [[1]] * 65)},
     **{"chunking.least": (0, "32", 1 << 15), "chunking.image_frame": ([1], [1, -2], 7)},

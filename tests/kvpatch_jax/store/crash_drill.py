@@ -68,7 +68,7 @@ class Worker:
         self.log = os.open(f"{folder}/{token}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         self.plain = Objects(f"{folder}/plain", memory=20_000)
         self.wiped = Objects(f"{folder}/plain", "wiped", key=b"k" * 32)
-        self.small = Objects(f"{folder}/small", budget=BUDGET, memory=20_000)
+        self.small = Objects(f"{folder}/small", root_budget=BUDGET, memory=20_000)
         self.stores = {"plain": self.plain, "wiped": self.wiped, "small": self.small}
 
     def note(self, event: str, operation: int, *more: Any) -> None:
@@ -156,7 +156,7 @@ def work(folder: str, token: int) -> None:
 def watch(folder: str) -> None:
     """Notes the most bytes there ever are in the root with a budget."""
     log = os.open(f"{folder}/watch", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-    objects, peak = Objects(f"{folder}/small", budget=BUDGET), 0
+    objects, peak = Objects(f"{folder}/small", root_budget=BUDGET), 0
     while True:
         (total,) = objects.index.row("SELECT COALESCE(SUM(size), 0) FROM objects") or (0,)
         if total > peak:

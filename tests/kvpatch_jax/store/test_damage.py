@@ -229,7 +229,7 @@ def closed(tmp_path_factory) -> Iterator[Path]:
     """A root whose index has several pages of every kind; its checksums hold for objects 0 to 39."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path_factory.getbasetemp()
     path = Path(folder, f"kvpatch-test-damage-{os.getpid()}")
-    store = filled(path, budget="10 MB")
+    store = filled(path, root_budget="10 MB")
     for number in range(100, 400):
         store.put([(f"{number:032x}/kv", Encoded("chunk", {}, {"kv": np.zeros(1)}))])
         store.delete(f"{number + 1000:032x}")

@@ -184,7 +184,7 @@ def test_chunks_go_with_their_last_entry(store):
 
 
 def test_entries_are_neither_evicted_nor_counted_in_budgets(tmp_path: Path):
-    with ChunkStore(tmp_path, budget=60_000) as store:
+    with ChunkStore(tmp_path, root_budget=60_000) as store:
         library = StaticLibrary(store, quota="1 MB")
         library.put("A", b"x" * 100_000)
         DynamicLibrary(store).publish("B", b"y" * 100_000)
@@ -194,7 +194,7 @@ def test_entries_are_neither_evicted_nor_counted_in_budgets(tmp_path: Path):
         assert store.contains("c19", MODEL)
         assert store.usage().bytes <= 60_000
         assert library.get("FILE", "A") is not None
-        with pytest.raises(StoreError, match="at most the budget"):
+        with pytest.raises(StoreError, match="at most the root budget"):
             library.put("C", "x", chunk=chunk_of(tokens=200))
         assert library.get("TEXT", "C") is None
 

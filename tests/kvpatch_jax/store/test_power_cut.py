@@ -115,7 +115,7 @@ class Disk:
 @pytest.fixture
 def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     root = folder / "root"
-    Objects(root, secret=b"s" * 16, budget=BUDGET, memory=0).close()
+    Objects(root, secret=b"s" * 16, root_budget=BUDGET, memory=0).close()
     for shard in (root / "data").iterdir():
         if shard.name != "00":
             shard.rmdir()  # copies are quick

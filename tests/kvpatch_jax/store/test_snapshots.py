@@ -216,7 +216,7 @@ def test_what_the_store_has_stays_unless_it_is_damaged(tmp_path: Path):
 
 
 def test_a_restore_that_fails_on_the_way_takes_back_what_it_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with ChunkStore(tmp_path / "root") as store, ChunkStore(tmp_path / "other", budget=30_000) as other:
+    with ChunkStore(tmp_path / "root") as store, ChunkStore(tmp_path / "other", root_budget=30_000) as other:
         store.put_many([chunk_of(f"B{number}", number, tokens=2) for number in range(130)])
         store.save(tmp_path / "snapshot")
         other.put(chunk_of("mine"))

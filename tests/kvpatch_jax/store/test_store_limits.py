@@ -237,7 +237,7 @@ def test_a_root_that_is_removed_while_it_is_open(folder):
     for action in (lambda: put(store, 2), lambda: store.delete(f"{1:032x}")):
         with pytest.raises(StoreError, match=r"removed|No such file"):
             action()
-    with pytest.raises(StoreError, match="No such file"):
+    with pytest.raises(StoreError, match=r"No such file|unable to open"):
         store.put_async(name_of(3), lambda: object_of(3), 400).result()
     with contextlib.suppress(StoreError):
         store.close()
@@ -276,8 +276,28 @@ def test_a_root_of_another_format_is_refused(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(index, "FORMAT", index.FORMAT + 1)
         Objects(folder / "root").close()
+    files = {path: path.read_bytes() for path in (folder / "root").rglob("*") if path.is_file()}
     with pytest.raises(StoreError, match=f"format {index.FORMAT + 1}"):
         Objects(folder / "root")
+    assert {path: path.read_bytes() for path in (folder / "root").rglob("*") if path.is_file()} == files
+
+
+def test_a_later_index_is_refused_and_left_alone(folder):
+    Objects(folder / "root").close()
+    path = folder / "root" / "index.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {index.FORMAT + 1}")
+    content = path.read_bytes()
+    with pytest.raises(StoreError, match=f"got an index of format {index.FORMAT + 1}; expected {index.FORMAT}"):
+        Objects(folder / "root")
+    assert path.read_bytes() == content
+
+
+def test_a_file_in_place_of_a_root_is_named(folder):
+    (folder / "root").write_text("notes")
+    for root in (folder / "root", folder / "root" / "deeper"):
+        with pytest.raises(StoreError, match=r"store\.root: got '.*', where '.*/root' is a file; expected a directory"):
+            Objects(root)
 
 
 def test_a_network_file_system_is_refused(folder, monkeypatch):
@@ -390,7 +410,7 @@ def test_a_store_that_is_dropped_holds_nothing(folder):
 
 def test_budgets_hold_for_the_root_and_for_tenants(folder):
     """Least recently used first; of one age patches before others; entries never, and outside of the budgets."""
-    one = Objects(folder / "root", "one", budget=40_000, share=20_000, memory=0)
+    one = Objects(folder / "root", "one", root_budget=40_000, share=20_000, memory=0)
     two = Objects(folder / "root", "two", memory=0)
     put(one, 0, kind="entry", size=20_000)
     for number in range(60):
@@ -403,7 +423,7 @@ def test_budgets_hold_for_the_root_and_for_tenants(folder):
     assert numbers_of(one, "entry") == [0]
     assert one.get(name_of(0, "entry"), value_of) == 0
     usage = two.usage()
-    with pytest.raises(StoreError, match="at most the budget"):
+    with pytest.raises(StoreError, match="at most the share of 20000"):
         put(one, 99, size=6000)
     assert two.usage() == usage
     one.close()
@@ -417,10 +437,66 @@ def test_budgets_hold_for_the_root_and_for_tenants(folder):
     two.close()
 
 
+def test_tenants_take_from_whoever_holds_more_than_is_theirs(folder):
+    """A tenant alone fills the root; beside others it keeps an equal part, or its share, whoever writes more."""
+    root = folder / "root"
+    one, two, again = (Objects(root, name, root_budget=40_000, memory=0) for name in ("one", "two", "two"))
+    for number in range(60):
+        put(one, number)
+    assert one.usage().bytes > 38_000
+    size = one.usage().bytes // one.usage().count
+    for number in range(80):
+        put((two, again)[number % 2], number)
+        # What takes a tenant below its part is one object at most.
+        assert one.usage().bytes > 20_000 - size
+        assert one.usage().bytes + two.usage().bytes <= 40_000
+    assert numbers_of(one)[-1] == 59
+    assert numbers_of(two)[-1] == 79
+
+    # In turn, each evicts its own; a share moves the parts.
+    for number in range(100, 120):
+        put(one, number)
+        put(two, number)
+        assert min(one.usage().bytes, two.usage().bytes) > 0.97 * 20_000 - size
+    three = Objects(root, "three", share=30_000, memory=0)
+    for number in range(50):
+        put(three, number)
+    assert 0.97 * 30_000 - size < three.usage().bytes <= 30_000
+    for number in range(200, 240):
+        put(one, number)
+        put(two, number)
+    assert three.usage().bytes > 0.97 * 30_000 - size
+    assert min(one.usage().bytes, two.usage().bytes) > 0.97 * 5_000 - size
+    with pytest.raises(StoreError, match="other tenants' shares stay"):
+        put(one, 999, size=4000)
+    for store in (one, two, again, three):
+        store.close()
+
+
+def test_two_processes_share_a_root_by_equal_parts(folder):
+    one = Objects(folder / "root", "one", root_budget=40_000, memory=0)
+    for number in range(20):
+        put(one, number)
+    before = one.usage()
+    code = """
+    import sys
+    import numpy as np
+    from kvpatch_jax.store.files import Encoded
+    from kvpatch_jax.store.objects import Objects
+    store = Objects(sys.argv[1], "two", memory=0)
+    for number in range(60):
+        store.put([(f"{number:064x}/enc", Encoded("encoder", {}, {"output": np.zeros(100, np.int32)}))])
+    print(store.usage().bytes > 20_000)
+    """
+    assert run(code, str(folder / "root")).strip() == "True"
+    assert one.usage() == before
+    one.close()
+
+
 def test_what_was_used_last_stays_and_patches_leave_first(folder, monkeypatch):
     clock = [time.time()]
     monkeypatch.setattr(index.time, "time", lambda: clock[0])
-    store = Objects(folder / "root", budget=10_000, memory=0)
+    store = Objects(folder / "root", root_budget=10_000, memory=0)
     put(store, 0)
     put(store, 1)
     put(store, 2, kind="patch")
@@ -470,10 +546,16 @@ def test_encrypted_objects_open_with_their_key_alone(folder):
             reader.get(name_of(1), value_of)
         with pytest.raises(StoreError, match="key"):
             reader.damaged(delete=True)
+        with pytest.raises(StoreError, match="one that is there, encrypted with another key"):
+            put(reader, 1)
+    assert store.get(name_of(1), value_of) == 12345
+    put(store, 1, 12345)
     assert other.get(name_of(1), value_of) is None
     put(plain, 2)
     with pytest.raises(StoreError, match="not encrypted"):
         store.get(name_of(2), value_of)
+    put(store, 2, 22)
+    assert store.get(name_of(2), value_of) == 22
     needle = np.full(3, 12345, np.int32).tobytes()
     assert not any(needle in path.read_bytes() for path in (folder / "root").rglob("*") if path.is_file())
     with pytest.raises(InputError):

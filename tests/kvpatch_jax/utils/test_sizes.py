@@ -36,12 +36,12 @@ def test_a_size_is_read_as_people_write_it(unchecked: None):
 
 def test_every_budget_takes_a_written_size(tmp_path: Path, unchecked: None):
     """A wrong one is refused when it is given, not at the first put, and no directory is made."""
-    with ChunkStore(tmp_path / "store", budget="10GB", share="5 GiB", memory="1 GiB") as store:
+    with ChunkStore(tmp_path / "store", root_budget="10GB", share="5 GiB", memory="1 GiB") as store:
         assert StaticLibrary(store, quota="1 MB").quota == 10**6
         budgets = store.objects.index.rows("SELECT bytes FROM budgets ORDER BY bytes")
         assert budgets == [(5 << 30,), (10**10,)]
     for size in WRONG[:4]:
-        for word in ("budget", "share", "memory"):
+        for word in ("root_budget", "share", "memory"):
             with pytest.raises(InputError, match=rf"store: {word}: got .*expected bytes"):
                 ChunkStore(tmp_path / "other", **{word: size})
     assert not (tmp_path / "other").exists()

@@ -99,6 +99,39 @@ def test_survivors_equal_the_model_under_a_banded_mask(name: str):
         assert distance(loop.rows_of(id), expected[id]) <= BAR
 
 
+def test_one_forward_gives_no_survivor_behind_a_lead():
+    """What leaves from between brings the rest closer: a later chunk is nearer to the lead than in the history."""
+    distances = {}
+    for lead in (0, 1):
+        loop = Loop(lead=lead)
+        loop.append("c0", "c1", "c2")
+        loop.run(loop.window.evict(("c0", "c1")[lead]))
+        loop.append("c3")
+        history, left = ["c0", "c1", "c2", "c3"], ("c0", "c1")[lead]
+        owner = np.repeat(history, [loop.tokens[id].embeddings.shape[1] for id in history])
+        mask = np.tri(len(owner), dtype=bool) & ~((owner == "c3")[:, None] & (owner == left))
+        kv = loop.backbone.prefill(loop.prompt(*history), mask=mask[None, None]).kv
+        stay = np.isin(owner, loop.window.ids)
+        expected = kv_at(loop, loop.window, {name: np.asarray(value)[:, :, stay] for name, value in kv.items()})
+        assert loop.window.fidelity("c3") == "survivor"
+        distances[lead] = distance(loop.rows_of("c3"), expected["c3"])
+    assert distances[0] <= BAR
+    assert distances[1] > 30 * BAR
+
+
+def test_behind_a_piece_that_is_prefilled_again_nothing_survives_until_it_leaves():
+    loop = Loop()
+    loop.append("c0", "c1", "c2", "c3")
+    loop.run(loop.window.evict("c1"))
+    check(loop, "ess")
+    before = loop.rows_of("c3")["v"]
+    loop.run(loop.window.serve({"c2": PREFILL}))
+    check(loop, "eea")
+    loop.run(loop.window.evict("c2"))
+    check(loop, "es")
+    np.testing.assert_array_equal(loop.rows_of("c3")["v"], before)
+
+
 @pytest.mark.parametrize("name", ["mrope", "gemma3"])
 def test_a_hundred_rotations_in_bfloat16_are_one(name: str):
     """All begin at the phase-free source, so that none rounds what another has rounded."""
