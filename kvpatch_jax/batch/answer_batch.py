@@ -1,17 +1,20 @@
 """`answer_batch`: many questions over shared images and texts, each prefix brought once, with answers as JSONL."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..backbone import Backbone
 from ..cache import digest_of, encoded
 from ..errors import InputError, KVPatchError, PoolError
-from ..session import Answer, Session, SessionConfig, Sessions
+from ..session import Answer, AuditStats, Session, SessionConfig, Sessions
 from ..utils.kinds import is_whole
 from ..window import PatchStore
 from .answer_file import append, open_answers, shard_path
@@ -34,6 +37,10 @@ class BatchReport:
       before: items that an earlier call had answered.
       forwards: prefills of chunks, without those of questions.
       hits: chunks that the store had, placed without a forward.
+      tokens, reprefill: tokens of these forwards; those that prefills of all the windows would have computed.
+      prefix_cache: of these, without what a prefix cache of every earlier window has.
+      audits: of approximate answers, beside blind reuse.
+      unformed: pieces that were not stored, or got no patch.
     """
 
     path: Path
@@ -43,6 +50,18 @@ class BatchReport:
     before: int = 0
     forwards: int = 0
     hits: int = 0
+    tokens: int = 0
+    reprefill: int = 0
+    prefix_cache: int = 0
+    audits: AuditStats = dataclasses.field(default_factory=AuditStats)
+    unformed: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.answered} of {self.items} items answered"
+        text += f", {self.before} before" * bool(self.before) + f", {self.failed} failed" * bool(self.failed)
+        text += f"; {self.forwards} forwards of chunks and {self.hits} hits: {self.tokens} tokens computed (a prefix "
+        text += f"cache {self.prefix_cache}, re-prefills {self.reprefill}); {self.audits}"
+        return text + f"; {self.unformed} pieces not stored or patched" * bool(self.unformed)
 
 
 def answer_batch(
@@ -65,8 +84,11 @@ def answer_batch(
     "exact" an answer depends on its item alone, and the store only saves forwards; with another reuse it also depends
     on what the store has.
 
+    Of approximate answers the first three and then 2 % (`audit=`) are compared with a re-prefill; a kind of chunk whose
+    reuse loses more than `kl`, or more than blind reuse, is then prefilled, with one warning (`SessionConfig`).
+
     An item that cannot be read, or whose chunks cannot be prefilled, gets a line with its error, and the others
-    continue. An error of the batch itself (a full disk, a device out of memory) ends the run. The same call then
+    continue; standard error says how many, and on a terminal how far it is. An error of the batch itself (a full disk, a device out of memory) ends the run. The same call then
     continues after the lines that were written, and asks again what had failed.
 
     Args:
@@ -79,7 +101,7 @@ def answer_batch(
       options: of `SessionConfig`: `reuse` and `certificate` say how chunks that the store has are served.
 
     Returns:
-      Counts of what was done. The answers are in the file.
+      Counts of what was done, with what audits measured. The answers are in the file.
 
     Raises:
       InputError: no items or none that can be read, an invalid backbone, store or option, a certificate of other
@@ -106,8 +128,38 @@ def answer_batch(
         with file:
             left = [job for job in jobs if "error" in lines.get(job.index, {"error": "not asked"})]
             report = BatchReport(path, len(jobs), before=len(jobs) - len(left))
-            _BatchRun(session, batch, file, report, contents).answer(left)
+            with _progress(report):
+                _BatchRun(session, batch, file, report, contents).answer(left)
+        former = sessions.runtime.former
+    # Closing has waited for what is formed in the background, and warned of what failed.
+    report.unformed = 0 if former is None else former.done.failed
+    if report.failed:
+        print(f"answer_batch: {report.failed} of {report.items} items failed; their lines say why", file=sys.stderr)
     return report
+
+
+@contextlib.contextmanager
+def _progress(report: BatchReport) -> Iterator[None]:
+    """Shows on a terminal how many items are done, four times a second."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(0.25):
+            done = report.before + report.answered + report.failed
+            failed = f", {report.failed} failed" * bool(report.failed)
+            print(f"\ranswer_batch: {done} of {report.items}{failed}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _BatchRun:
@@ -137,7 +189,8 @@ class _BatchRun:
         while self._queue:
             self._finish()
         stats = self._session.stats()
-        self._report.forwards, self._report.hits = stats.forwards, stats.hits
+        for name in ("forwards", "hits", "tokens", "reprefill", "prefix_cache", "audits"):
+            setattr(self._report, name, getattr(stats, name))
 
     def _show(self, front: Sequence[str]) -> None:
         """Brings a prefix: evicts from the back what the last one does not share with it, and adds the rest."""
