@@ -1,13 +1,10 @@
 """`answer_batch`: many questions over shared images and texts, each prefix brought once, with answers as JSONL."""
 
 import collections
-import contextlib
 import dataclasses
-import functools
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,8 +85,9 @@ def answer_batch(
     reuse loses more than `kl`, or more than blind reuse, is then prefilled, with one warning (`SessionConfig`).
 
     An item that cannot be read, or whose chunks cannot be prefilled, gets a line with its error, and the others
-    continue; standard error says how many, and on a terminal how far it is. An error of the batch itself (a full disk, a device out of memory) ends the run. The same call then
-    continues after the lines that were written, and asks again what had failed.
+    continue; standard error says how many, and on a terminal how many are done. An error of the batch itself (a full
+    disk, a device out of memory) ends the run. The same call then continues after the lines that were written, and asks
+    again what had failed.
 
     Args:
       backbone: of `models.load`.
@@ -128,38 +126,13 @@ def answer_batch(
         with file:
             left = [job for job in jobs if "error" in lines.get(job.index, {"error": "not asked"})]
             report = BatchReport(path, len(jobs), before=len(jobs) - len(left))
-            with _progress(report):
-                _BatchRun(session, batch, file, report, contents).answer(left)
+            _BatchRun(session, batch, file, report, contents).answer(left)
         former = sessions.runtime.former
     # Closing has waited for what is formed in the background, and warned of what failed.
     report.unformed = 0 if former is None else former.done.failed
     if report.failed:
         print(f"answer_batch: {report.failed} of {report.items} items failed; their lines say why", file=sys.stderr)
     return report
-
-
-@contextlib.contextmanager
-def _progress(report: BatchReport) -> Iterator[None]:
-    """Shows on a terminal how many items are done, four times a second."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    ended = threading.Event()
-
-    def show() -> None:
-        while not ended.wait(0.25):
-            done = report.before + report.answered + report.failed
-            failed = f", {report.failed} failed" * bool(report.failed)
-            print(f"\ranswer_batch: {done} of {report.items}{failed}", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class _BatchRun:
@@ -171,6 +144,7 @@ class _BatchRun:
         self._session, self._batch, self._file, self._report = session, batch, file, report
         self._contents, self._prefix = contents, list[str]()
         self._queue = collections.deque[tuple[BatchJob, str, Answer]]()
+        self._shows_progress = sys.stderr.isatty()
 
     def answer(self, jobs: Iterable[BatchJob]) -> None:
         """Answers jobs that are sorted by prefix, and writes their lines."""
@@ -179,8 +153,9 @@ class _BatchRun:
                 if job.error is not None:
                     raise job.error
                 self._show(job.front)
-                exact = all(self._session.fidelity(id) == "exact" for id in self._session.ids)
                 answer = self._with_room(self._session.ask, self._contents[job.question], steps=job.steps)
+                # Only now: what a loss guard has ruled out was prefilled for the question.
+                exact = all(self._session.fidelity(id) == "exact" for id in self._session.ids)
                 self._queue.append((job, "exact" if exact else "approximate", answer))
             except KVPatchError as error:
                 self._fail(job, error)
@@ -188,6 +163,8 @@ class _BatchRun:
                 self._finish()
         while self._queue:
             self._finish()
+        if self._shows_progress and self._report.items:
+            print(file=sys.stderr)
         stats = self._session.stats()
         for name in ("forwards", "hits", "tokens", "reprefill", "prefix_cache", "audits"):
             setattr(self._report, name, getattr(stats, name))
@@ -200,6 +177,18 @@ class _BatchRun:
         for chunk in front[len(self._prefix) :]:
             self._with_room(self._session.add, self._contents[chunk], kind="chunk")
             self._prefix.append(chunk)
+        # An audit needs room for the window again, and is skipped without it.
+        window, slots = self._session.window, self._session.runtime.executor.slots
+        pages = sum(-(-piece.entry.tokens // slots.page_size) for piece in window.pieces)
+        if self._session.config.audit and not window.as_promised and slots.free_pages < pages:
+            self._enlarge()
+
+    def _enlarge(self) -> None:
+        """Doubles the pool, once all answers are finished."""
+        while self._queue:
+            self._finish()
+        executor = self._session.runtime.executor
+        self._session.runtime.do(lambda: executor.enlarge(2 * executor.slots.pages))
 
     def _with_room(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Runs a call of the session. Where it finds no room, finishes all answers; then doubles the pool."""
@@ -210,8 +199,7 @@ class _BatchRun:
                 if error.lost:
                     raise
                 if not self._queue:
-                    executor = self._session.runtime.executor
-                    self._session.runtime.do(functools.partial(executor.enlarge, 2 * executor.slots.pages))
+                    self._enlarge()
                 while self._queue:
                     self._finish()
 
@@ -231,6 +219,7 @@ class _BatchRun:
         fields = {"answer": text, "ids": ids, "ended": ended, "fidelity": fidelity}
         append(self._file, {"item": job.index, "id": job.id, **fields})
         self._report.answered += 1
+        self._show_progress()
 
     def _fail(self, job: BatchJob, error: KVPatchError) -> None:
         """Writes the line of an item with its error. Raises that of a pool, which is the batch's."""
@@ -239,3 +228,12 @@ class _BatchRun:
         message = str(error).encode("utf-8", "backslashreplace").decode()[:2000]
         append(self._file, {"item": job.index, "id": job.id, "error": type(error).__name__, "message": message})
         self._report.failed += 1
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        """Counts on a terminal what is done, on one line."""
+        report = self._report
+        if self._shows_progress:
+            done = report.before + report.answered + report.failed
+            failed = f", {report.failed} failed" * bool(report.failed)
+            print(f"\ranswer_batch: {done} of {report.items} items{failed}", end="", file=sys.stderr, flush=True)
