@@ -57,7 +57,8 @@ class BatchReport:
         text = f"{self.answered} of {self.items} items answered"
         text += f", {self.before} before" * bool(self.before) + f", {self.failed} failed" * bool(self.failed)
         text += f"; {self.forwards} forwards of chunks and {self.hits} hits: {self.tokens} tokens computed (a prefix "
-        text += f"cache {self.prefix_cache}, re-prefills {self.reprefill}); {self.audits}"
+        text += f"cache {self.prefix_cache}, re-prefills {self.reprefill})"
+        text += f"; {self.audits}" * bool(self.audits.answers or self.audits.skipped)
         return text + f"; {self.unformed} pieces not stored or patched" * bool(self.unformed)
 
 
