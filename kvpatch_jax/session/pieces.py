@@ -72,7 +72,7 @@ class PieceBook:
     def __init__(self, name: str, runtime: Runtime, window: Window, config: SessionConfig):
         """Registers a session with its runtime; `release` undoes that."""
         self.name, self.runtime, self.window, self.config = name, runtime, window, config
-        self.guard = runtime.guard(Goal(config.policy, config.kl), config.audit)
+        self.guard = runtime.guard(Goal(config.policy, float(config.kl)), float(config.audit))
         self.watchers: list[Watcher] = []
         # Re-entrant, because events are notified under it, and a watcher may read the session.
         self.lock = threading.RLock()
