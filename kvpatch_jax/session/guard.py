@@ -79,7 +79,7 @@ class AuditStats:
         return dataclasses.replace(self, answers=self.answers + 1, **changes)
 
     def __str__(self) -> str:
-        text = f"{self.answers} answers audited"
+        text = f"{self.answers} answer{'s' * (self.answers != 1)} audited"
         if self.answers:
             text += f": KL {self.kl:.2g}, {self.flips} of {self.tokens} tokens flipped"
         if self.compared:

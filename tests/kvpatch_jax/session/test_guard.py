@@ -76,7 +76,7 @@ def test_an_audit_measures_what_a_reprefill_does_and_changes_no_answer(backbone,
         assert counting.forwards == unaudited + 4
         assert session.window == before
         assert answer.audit is None
-        assert "1 answers audited" in str(session.stats())
+        assert "1 answer audited" in str(session.stats())
         # What audits run is not the session's work, and leaves nothing in the store.
         assert session.stats().forwards == 0
         assert len(session.runtime.executor.branches) == 1
