@@ -1,6 +1,6 @@
 """Typed errors. Messages name the offending value and what was expected.
 
-All of them are `ValueError`s, and all except those of the kernels derive from `KVPatchError`.
+All of them are `ValueError`s, and all except those of the kernels derive from `KVPatchError`. `ReuseWarning` is none.
 """
 
 from pallas_kernels.errors import KernelError as KernelError
@@ -96,3 +96,7 @@ class StoreUnreachableError(StoreError):
     def __init__(self, message: str, asked: bool = True):
         super().__init__(message)
         self.asked = asked
+
+
+class ReuseWarning(UserWarning):
+    """Approximate reuse that audits found to lose too much, or patches that could not be formed or stored."""

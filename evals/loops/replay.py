@@ -14,8 +14,8 @@ from .episodes import PromptPiece
 
 SESSIONS: dict[str, dict[str, Any]] = {
     "exact": {"promise": "forget"},
-    "remember": {"promise": "remember", "reuse": "blind", "rank": 0},
-    "patched": {"promise": "remember", "reuse": "patched", "rank": 16},
+    "remember": {"promise": "remember", "reuse": "blind", "rank": 0, "audit": 0},
+    "patched": {"promise": "remember", "reuse": "patched", "rank": 16, "audit": 0},
 }
 """Options of the sessions, by arm.
 
@@ -23,6 +23,8 @@ SESSIONS: dict[str, dict[str, Any]] = {
 * remember: pieces that stay keep their KV, rotated to their new places, behind what they have not seen, too. Nothing is
   served alone: no canonical is formed, because texts stand in front of every screenshot.
 * patched: the same, and screenshots that return are served by patches, or by prefills behind a like neighbour.
+
+No answer is audited: what is measured is reuse itself, and nothing may fall back to a prefill.
 """
 PAGES = 160
 """Pages of 16 tokens of a session's pool: one size, so that nothing is compiled for another."""

@@ -2,8 +2,8 @@
 
 import collections
 import dataclasses
-import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from ..backbone import Backbone
 from ..cache import digest_of, encoded
 from ..errors import InputError, KVPatchError, PoolError
-from ..session import Answer, Session, SessionConfig, Sessions
+from ..session import Answer, AuditStats, Session, SessionConfig, Sessions
 from ..utils.kinds import is_whole
 from ..window import PatchStore
 from .answer_file import append, open_answers, shard_path
@@ -34,6 +34,10 @@ class BatchReport:
       before: items that an earlier call had answered.
       forwards: prefills of chunks, without those of questions.
       hits: chunks that the store had, placed without a forward.
+      tokens, reprefill: tokens of these forwards; those that prefills of all the windows would have computed.
+      prefix_cache: of these, without what a prefix cache of every earlier window has.
+      audits: of approximate answers, beside blind reuse.
+      unformed: pieces that were not stored, or got no patch.
     """
 
     path: Path
@@ -43,6 +47,19 @@ class BatchReport:
     before: int = 0
     forwards: int = 0
     hits: int = 0
+    tokens: int = 0
+    reprefill: int = 0
+    prefix_cache: int = 0
+    audits: AuditStats = dataclasses.field(default_factory=AuditStats)
+    unformed: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.answered} of {self.items} items answered"
+        text += f", {self.before} before" * bool(self.before) + f", {self.failed} failed" * bool(self.failed)
+        text += f"; {self.forwards} forwards of chunks and {self.hits} hits: {self.tokens} tokens computed (a prefix "
+        text += f"cache {self.prefix_cache}, re-prefills {self.reprefill})"
+        text += f"; {self.audits}" * bool(self.audits.answers or self.audits.skipped)
+        return text + f"; {self.unformed} pieces not stored or patched" * bool(self.unformed)
 
 
 def answer_batch(
@@ -65,9 +82,13 @@ def answer_batch(
     "exact" an answer depends on its item alone, and the store only saves forwards; with another reuse it also depends
     on what the store has.
 
+    Of approximate answers the first three and then 2 % (`audit=`) are compared with a re-prefill; a kind of chunk whose
+    reuse loses more than `kl`, or more than blind reuse, is then prefilled, with one warning (`SessionConfig`).
+
     An item that cannot be read, or whose chunks cannot be prefilled, gets a line with its error, and the others
-    continue. An error of the batch itself (a full disk, a device out of memory) ends the run. The same call then
-    continues after the lines that were written, and asks again what had failed.
+    continue; standard error says how many, and on a terminal how many are done. An error of the batch itself (a full
+    disk, a device out of memory) ends the run. The same call then continues after the lines that were written, and asks
+    again what had failed.
 
     Args:
       backbone: of `models.load`.
@@ -79,7 +100,7 @@ def answer_batch(
       options: of `SessionConfig`: `reuse` and `certificate` say how chunks that the store has are served.
 
     Returns:
-      Counts of what was done. The answers are in the file.
+      Counts of what was done, with what audits measured. The answers are in the file.
 
     Raises:
       InputError: no items or none that can be read, an invalid backbone, store or option, a certificate of other
@@ -107,6 +128,11 @@ def answer_batch(
             left = [job for job in jobs if "error" in lines.get(job.index, {"error": "not asked"})]
             report = BatchReport(path, len(jobs), before=len(jobs) - len(left))
             _BatchRun(session, batch, file, report, contents).answer(left)
+        former = sessions.runtime.former
+    # Closing has waited for what is formed in the background, and warned of what failed.
+    report.unformed = 0 if former is None else former.done.failed
+    if report.failed:
+        print(f"answer_batch: {report.failed} of {report.items} items failed; their lines say why", file=sys.stderr)
     return report
 
 
@@ -119,6 +145,7 @@ class _BatchRun:
         self._session, self._batch, self._file, self._report = session, batch, file, report
         self._contents, self._prefix = contents, list[str]()
         self._queue = collections.deque[tuple[BatchJob, str, Answer]]()
+        self._shows_progress = sys.stderr.isatty()
 
     def answer(self, jobs: Iterable[BatchJob]) -> None:
         """Answers jobs that are sorted by prefix, and writes their lines."""
@@ -127,8 +154,9 @@ class _BatchRun:
                 if job.error is not None:
                     raise job.error
                 self._show(job.front)
-                exact = all(self._session.fidelity(id) == "exact" for id in self._session.ids)
                 answer = self._with_room(self._session.ask, self._contents[job.question], steps=job.steps)
+                # Only now: what a loss guard has ruled out was prefilled for the question.
+                exact = all(self._session.fidelity(id) == "exact" for id in self._session.ids)
                 self._queue.append((job, "exact" if exact else "approximate", answer))
             except KVPatchError as error:
                 self._fail(job, error)
@@ -136,8 +164,11 @@ class _BatchRun:
                 self._finish()
         while self._queue:
             self._finish()
+        if self._shows_progress and self._report.items:
+            print(file=sys.stderr)
         stats = self._session.stats()
-        self._report.forwards, self._report.hits = stats.forwards, stats.hits
+        for name in ("forwards", "hits", "tokens", "reprefill", "prefix_cache", "audits"):
+            setattr(self._report, name, getattr(stats, name))
 
     def _show(self, front: Sequence[str]) -> None:
         """Brings a prefix: evicts from the back what the last one does not share with it, and adds the rest."""
@@ -147,6 +178,18 @@ class _BatchRun:
         for chunk in front[len(self._prefix) :]:
             self._with_room(self._session.add, self._contents[chunk], kind="chunk")
             self._prefix.append(chunk)
+        # An audit needs room for the window again, and is skipped without it.
+        window, slots = self._session.window, self._session.runtime.executor.slots
+        pages = sum(-(-piece.entry.tokens // slots.page_size) for piece in window.pieces)
+        if self._session.config.audit and not window.as_promised and slots.free_pages < pages:
+            self._enlarge()
+
+    def _enlarge(self) -> None:
+        """Doubles the pool, once all answers are finished."""
+        while self._queue:
+            self._finish()
+        executor = self._session.runtime.executor
+        self._session.runtime.do(lambda: executor.enlarge(2 * executor.slots.pages))
 
     def _with_room(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Runs a call of the session. Where it finds no room, finishes all answers; then doubles the pool."""
@@ -157,8 +200,7 @@ class _BatchRun:
                 if error.lost:
                     raise
                 if not self._queue:
-                    executor = self._session.runtime.executor
-                    self._session.runtime.do(functools.partial(executor.enlarge, 2 * executor.slots.pages))
+                    self._enlarge()
                 while self._queue:
                     self._finish()
 
@@ -178,6 +220,7 @@ class _BatchRun:
         fields = {"answer": text, "ids": ids, "ended": ended, "fidelity": fidelity}
         append(self._file, {"item": job.index, "id": job.id, **fields})
         self._report.answered += 1
+        self._show_progress()
 
     def _fail(self, job: BatchJob, error: KVPatchError) -> None:
         """Writes the line of an item with its error. Raises that of a pool, which is the batch's."""
@@ -186,3 +229,12 @@ class _BatchRun:
         message = str(error).encode("utf-8", "backslashreplace").decode()[:2000]
         append(self._file, {"item": job.index, "id": job.id, "error": type(error).__name__, "message": message})
         self._report.failed += 1
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        """Counts on a terminal what is done, on one line."""
+        report = self._report
+        if self._shows_progress:
+            done = report.before + report.answered + report.failed
+            failed = f", {report.failed} failed" * bool(report.failed)
+            print(f"\ranswer_batch: {done} of {report.items} items{failed}", end="", file=sys.stderr, flush=True)

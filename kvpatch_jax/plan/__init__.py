@@ -11,6 +11,10 @@ from .choice import FORWARD as FORWARD
 from .choice import Choice, Goal, Losses, Option, Place, Reuse, Stock, choose, options_at
 from .device_costs import DeviceCosts, Rates
 from .inventory import Inventory
+from .kinds import ReuseKind
+from .kinds import approximate_kinds as approximate_kinds
+from .kinds import is_inherited as is_inherited
+from .kinds import is_ruled_out as is_ruled_out
 from .planning import Plan, PlannedChunk, plan
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "RankChoice",
     "Rates",
     "Reuse",
+    "ReuseKind",
     "Stock",
     "choose",
     "options_at",

@@ -27,6 +27,7 @@ from .certificate import Certificate, Point
 from .choice import ALLOWED, FORWARD, Choice, Goal, Losses, Option, Place, choose, options_at
 from .device_costs import DeviceCosts
 from .inventory import Inventory
+from .kinds import ReuseKind, is_ruled_out
 
 
 class PlannedChunk(NamedTuple):
@@ -175,6 +176,7 @@ def plan(
     certificate: Certificate | None = None,
     costs: DeviceCosts | None = None,
     prices: Costs | None = None,
+    ruled_out: Collection[ReuseKind] = (),
 ) -> Plan:
     """Chooses how every piece of a window is served, within a goal.
 
@@ -188,6 +190,7 @@ def plan(
         exceeds everything it was measured on (`Certificate.beyond`), it bounds none.
       costs: of this device; None: assumed ones.
       prices: bytes and FLOPs of the backbone's actions, such as `Executor.costs`; "certified" needs them.
+      ruled_out: kinds of reuse that serve nothing approximately, whatever the goal allows.
 
     Raises:
       SessionError: the window cannot hold these entries so.
@@ -198,7 +201,7 @@ def plan(
     _check_arguments(window, goal, stored, certificate, costs, prices)
     entries = _entries(window, wanted)
     arranged = window.arranged(entries)
-    table = _Table(window, arranged, stored, costs, prices)
+    table = _Table(window, arranged, stored, costs, prices, ruled_out)
 
     # Nothing is certified of a window that exceeds those that were measured.
     beyond = None
@@ -261,6 +264,7 @@ class _Table:
         inventory: Inventory | None,
         devices: DeviceCosts | None,
         prices: Costs | None,
+        ruled_out: Collection[ReuseKind] = (),
     ):
         """Stores the collaborators; nothing is looked up yet.
 
@@ -269,7 +273,7 @@ class _Table:
           arranged: the window with all entries in their places: pieces stay as they are, and others are prefilled.
         """
         self.arranged, self.inventory = arranged, inventory
-        self._prices, self._devices = prices, devices
+        self._prices, self._devices, self._ruled_out = prices, devices, ruled_out
         pieces = {piece.id: piece for piece in before.pieces}
         self._before = [pieces.get(piece.id) for piece in arranged.pieces]
         for index, (old, piece) in enumerate(zip(self._before, arranged.pieces, strict=True)):
@@ -307,8 +311,8 @@ class _Table:
         """Yields the options of a piece as `options_at`, without seconds."""
         piece, standing, old = self.arranged.pieces[index], self.arranged.standings[index], self._before[index]
         option = None
-        if old is not None:
-            ways = UNKNOWN_WAYS if index in self._unseen else standing.ways
+        ways = UNKNOWN_WAYS if index in self._unseen else standing.ways
+        if old is not None and not is_ruled_out(old, ways, self._ruled_out):
             option = Option(_kept_point(piece, standing, ways), old.made, ways, detail=KEEP)
             if not ways:
                 yield option
@@ -321,7 +325,10 @@ class _Table:
         place = Place(piece.entry, promised, standing.target, antecedent, likeness, option)
         for offered in options_at(place, self.inventory, points):
             # A canonical stands for the prefill of a piece that comes in, not of one that is in the window already.
-            if old is None or self.is_kept(offered) or offered.point != "leading":
+            if old is not None and not self.is_kept(offered) and offered.point == "leading":
+                continue
+            kind = ReuseKind(piece.entry.modality, _service(offered).method)
+            if self.is_kept(offered) or not offered.ways or kind not in self._ruled_out:
                 yield offered
 
     def is_kept(self, option: Option) -> bool:

@@ -6,6 +6,7 @@ they run on is a `Runtime`. `kvpatch_jax.traces` records what happens in session
 
 from .answers import Answer, Comparison
 from .config import SessionConfig
+from .guard import AuditStats
 from .needs import DisposabilityReport
 from .questions import RetrievalQuery
 from .runtime import Runtime
@@ -15,6 +16,7 @@ from .stats import Stats, StepStats
 
 __all__ = [
     "Answer",
+    "AuditStats",
     "Comparison",
     "DisposabilityReport",
     "RetrievalQuery",

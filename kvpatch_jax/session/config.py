@@ -42,7 +42,10 @@ class SessionConfig:
         "blind": by its canonical alone. What is not as promised is "approximate". None: "certified" with a certificate,
         else "exact".
       certificate: the measured loss of each reuse method on this backbone.
-      kl: nats that an answer may lose, with "certified".
+      kl: nats that an answer may lose: by its bound with "certified", on average over audits with any reuse.
+      audit: share of the approximate answers that are audited once they were read to their end, after the first three;
+        0: none. Where audits show a loss beyond `kl`, or beyond blind reuse's, the session warns once and from then on
+        prefills that kind of chunk (`Stats.audits`).
       linker: a `Linker`, which resolves `IMAGE#NAME` in questions to a chunk of a library.
       retriever: finds chunks while an answer is decoded; see `Session.ask`.
       chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
@@ -68,6 +71,7 @@ class SessionConfig:
     reuse: Reuse | None = None
     certificate: Certificate | None = None
     kl: float | int = DEFAULT_KL
+    audit: float | int = 0.02
     linker: Any = None
     retriever: Any = None
     chat: bool | Mapping[str, Any] = False
@@ -81,6 +85,7 @@ class SessionConfig:
     def __post_init__(self) -> None:
         certificate, around, chat, mark = self.certificate, self.around, self.chat, self.placeholder
         number = isinstance(self.kl, int | float) and not isinstance(self.kl, bool)
+        share = isinstance(self.audit, int | float) and not isinstance(self.audit, bool)
         known = isinstance(self.reuse, str | None) and self.reuse in (None, *get_args(Reuse))
         names = chat if isinstance(chat, Mapping) else {}
         retriever = self.retriever is None or callable(self.retriever) or hasattr(self.retriever, "search")
@@ -90,6 +95,7 @@ class SessionConfig:
             ("reuse", self.reuse, known, f"one of {get_args(Reuse)}, or None"),
             ("reuse", self.reuse, str(self.reuse) != "certified" or certificate is not None, "a certificate beside it"),
             ("kl", self.kl, number and 0 <= self.kl < math.inf, "nats, 0 or more"),
+            ("audit", self.audit, share and 0 <= self.audit <= 1, "a share of the answers, 0 to 1"),
             ("retriever", self.retriever, retriever, "a function, an object with `search`, or None"),
             ("around", around, pair, "two texts, before and after questions"),
             ("chat", chat, isinstance(chat, bool | Mapping) and all(isinstance(name, str) for name in names),

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..cache import Text, brief, encoded
 from ..errors import InputError, PoolError, SessionError, ShapeError
+from ..plan import Goal
 from ..traces import Event, Op, Watcher
 from ..window import Entry, Kind, Step, Window
 from .config import LARGEST_IMAGE, LARGEST_TEXT, SessionConfig
@@ -59,7 +60,7 @@ class PieceBook:
       name: the session's name in events.
       runtime: brings windows and answers questions.
       window: what the model reads now.
-      config: options of the session.
+      config: options of the session. guard: of its goal, shared with forks and other sessions of the runtime.
       watchers: called with each event, after it has happened.
       records: by the id of the piece, in the window or evicted from it.
       ids: of the pieces in `records`, by name.
@@ -71,6 +72,7 @@ class PieceBook:
     def __init__(self, name: str, runtime: Runtime, window: Window, config: SessionConfig):
         """Registers a session with its runtime; `release` undoes that."""
         self.name, self.runtime, self.window, self.config = name, runtime, window, config
+        self.guard = runtime.guard(Goal(config.policy, float(config.kl)), float(config.audit))
         self.watchers: list[Watcher] = []
         # Re-entrant, because events are notified under it, and a watcher may read the session.
         self.lock = threading.RLock()
@@ -350,6 +352,7 @@ class PieceBook:
             steps=tuple(self.steps.steps),
             fidelity=dict(collections.Counter(standing.fidelity for standing in window.standings)),
             tokens_held=window.tokens,
+            audits=self.guard.stats,
             formed=None if former is None else former.done,
         )
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..cache import brief, chunk_id
-from ..errors import InputError, PatchMismatchError, SessionError, ShapeError
-from ..plan import Goal, Inventory, Plan, plan
+from ..errors import InputError, KVPatchError, PatchMismatchError, SessionError, ShapeError
+from ..plan import Inventory, Plan, is_ruled_out, plan
 from ..window import Entry, Kind, Window
 from .config import Keep
 from .inputs import EmbeddedInput, SessionInput, embedded
@@ -108,6 +108,18 @@ class Placer:
         stay = self._make_room(book.window, entries).window
         return self._plan(book.window, [*(piece.entry for piece in stay.pieces), *entries])
 
+    def mend(self) -> None:
+        """Serves pieces of kinds that the guard has ruled out anew, where there is room for that."""
+        window, ruled_out = self.book.window, self.book.guard.ruled_out
+        pairs = zip(window.pieces, window.standings, strict=True) if ruled_out else ()
+        if any(is_ruled_out(piece, standing.ways, ruled_out) for piece, standing in pairs):
+            try:
+                self.book.run("mend", self._plan(window, [piece.entry for piece in window.pieces]).window)
+            except KVPatchError as error:
+                # No room, or a content that was discarded: they stay until something enters or leaves.
+                if getattr(error, "lost", False):
+                    raise
+
     # --------------------------------------------------------------------------------------------------------- inside
 
     def _notify(self, op: Any, record: PieceRecord, room: Room, items: Sequence[Any] = (), **fields: Any) -> None:
@@ -205,9 +217,9 @@ class Placer:
             encodings = (None,) if config.certificate is not None else runtime.executor.sources.encodings
             prefills = runtime.executor.sources.prefills
             inventory = Inventory.of(runtime.store, runtime.backbone, prefills=prefills, encodings=encodings)
-        goal, certificate = Goal(config.policy, config.kl), config.certificate
-        prices = runtime.executor.costs
-        return plan(window, entries, goal, stored=inventory, certificate=certificate, prices=prices)
+        goal, ruled_out = self.book.guard.goal, self.book.guard.ruled_out
+        options: dict[str, Any] = {"certificate": config.certificate, "prices": runtime.executor.costs}
+        return plan(window, entries, goal, stored=inventory, ruled_out=ruled_out, **options)
 
     def _is_stored(self, entry: Entry, encodings: Sequence[str | None]) -> bool:
         """Returns whether the store has a canonical in one of these encodings, as far as it can say without reading."""

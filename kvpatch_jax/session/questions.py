@@ -14,6 +14,7 @@ from ..cache import Text, check_text
 from ..errors import InputError, SessionError
 from ..window import is_count
 from .answers import Answer, Comparison, prefilled_logits, served_logits, with_answer
+from .audits import audit_answer
 from .inputs import EmbeddedInput, embedded
 from .pieces import PieceBook, check_length
 from .placing import Placer
@@ -92,7 +93,7 @@ class QuestionRunner:
 
     def ask(self, question: Any, options: AnswerOptions, audit: bool, look: int) -> Answer:
         """Answers a question as `Session.ask`. With other chunks it is answered on a branch, after them."""
-        parts, retriever = self._parts(question), self._config.retriever
+        parts, retriever, guard = self._parts(question), self._config.retriever, self._book.guard
         # Parts have the texts around the question already.
         items = self.items(question) if parts is None else self.items(parts.pop()[1], framed=False)
         asked = embedded(self._book.runtime.backbone, items)
@@ -100,7 +101,7 @@ class QuestionRunner:
         book, recalled = self._book, list[str]()
         if parts is not None or retriever is not None:
             book = book.fork()
-        placer = Placer(book, None)
+        placer, guarded = Placer(book, None), False
         try:
             for name, item in parts or ():
                 placer.add(book.read(item))
@@ -111,6 +112,12 @@ class QuestionRunner:
                 book.counters["questions"] += 1
             else:
                 stream = self._retrieving(items, asked, options, look, placer, recalled)
+            guarded = not audit and guard.begin(book.window)
+            # The window may have changed by the time that the guard audits the answer.
+            if guarded and book is self._book:
+                book = book.fork()
+            if guarded:
+                stream = self._guarding(stream, book, items, asked)
             # The answer owns the branch, unless an audit needs it once more.
             owning = book is not self._book and not audit
             answer = Answer(self._closing(stream, book) if owning else stream, options.key)
@@ -164,6 +171,29 @@ class QuestionRunner:
         finally:
             stream.close()
             self._close(branch)
+
+    def _guarding(
+        self, stream: Any, branch: PieceBook, items: list[Any], asked: EmbeddedInput
+    ) -> Generator[TextPiece, None, None]:
+        """Yields the tokens of an approximate answer, then audits it for the guard.
+
+        One that is closed early is not audited, and an audit that fails is counted and changes no answer.
+        """
+        ids, audit, failed = list[int](), None, False
+        try:
+            for piece in stream:
+                ids.append(int(piece.ids[0]))
+                yield piece
+            try:
+                audit = audit_answer(branch, items, asked, ids)
+            except Exception:
+                failed = True
+        finally:
+            stream.close()
+            if audit is None:
+                self._book.guard.skip(failed)
+        if audit is not None:
+            self._book.guard.end(branch.window, audit)
 
     def _close(self, branch: PieceBook) -> None:
         """Closes a branch and counts its work as the session's."""

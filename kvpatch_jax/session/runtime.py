@@ -7,6 +7,7 @@ import collections
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ import jax
 from ..answers import Sampling, TextPiece
 from ..backbone import Backbone, Tokens
 from ..cache import brief
-from ..errors import PoolError, SessionError
+from ..errors import PoolError, ReuseWarning, SessionError
 from ..patching import Rank
+from ..plan import Goal
 from ..window import Executor, PatchFormer, PatchStore, Step, Window
+from .guard import Guard
 
 FIRST_PAGES = 256
 """Pages of a new pool without a fixed size."""
@@ -137,6 +140,7 @@ class Runtime:
         if store is not None:
             self.former = PatchFormer(backbone, store, rank, prefill_bytes=PREFILLS, encoding=encoding)
             self.former.watch(self.executor)
+        self._guards = dict[tuple[Goal, float], Guard]()
         self._users, self._closed, self._process = 0, False, os.getpid()
         self._lock = threading.Lock()
         self._providers: collections.Counter[str] = collections.Counter()
@@ -245,6 +249,11 @@ class Runtime:
         with contextlib.suppress(SessionError):
             self.do(job)
 
+    def guard(self, goal: Goal, share: float) -> Guard:
+        """Returns the guard of all sessions that have this goal, and this share of audited answers."""
+        with self._lock:
+            return self._guards.setdefault((goal, share), Guard(goal, share))
+
     # ------------------------------------------------------------------------------------------------------------ end
 
     def check_open(self) -> None:
@@ -261,10 +270,14 @@ class Runtime:
             return self._users
 
     def close(self) -> None:
-        """Ends answers, finishes what is formed in the background, then stops. Idempotent."""
+        """Ends answers, finishes what is formed in the background, then stops, and warns of what failed. Idempotent."""
         if os.getpid() != self._process:
             return
-        self._closed = True
+        was_open, self._closed = not self._closed, True
         self.scheduler.close()
         if self.former is not None:
             self.former.close()
+            if was_open and (failed := self.former.done.failed):
+                last = " ".join(str(self.former.errors[-1]).split())
+                message = f"reuse: {failed} pieces were not stored, or got no patch; the last one: {last:.300}"
+                warnings.warn(message, ReuseWarning, stacklevel=2)

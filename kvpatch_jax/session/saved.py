@@ -27,8 +27,8 @@ from .inputs import SessionInput
 from .pieces import PieceBook, PieceRecord
 from .runtime import Runtime
 
-FORMAT = "kvpatch session 3"
-SAVED_OPTIONS = ("reuse", "kl", "around", "chat", "placeholder", "memory", "encoding")
+FORMAT = "kvpatch session 4"
+SAVED_OPTIONS = ("reuse", "kl", "audit", "around", "chat", "placeholder", "memory", "encoding")
 """Options in the file."""
 GIVEN_OPTIONS = ("certificate", "linker", "retriever", "rank", "pages")
 """Options that a restore takes, because the file does not have them."""

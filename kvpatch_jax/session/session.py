@@ -383,6 +383,8 @@ class Session:
         with book.open():
             sampling = Sampling(temperature, top_p, top_k)
             options = options_of(self.backbone, steps, stop, sampling, seed, look)
+            with interrupts_deferred():
+                self._placer.mend()
             answer = self._questions.ask(question, options, audit, look)
             # Held weakly: an answer that nobody reads any more ends by itself.
             self._answers.add(answer)

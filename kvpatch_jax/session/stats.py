@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ..cache import prefilled
 from ..window import FormerStats, Step, Window, total
+from .guard import AuditStats
 
 Counters = collections.Counter[str]
 """Counts so far, by the field of `Stats`."""
@@ -91,6 +92,7 @@ class Stats:
       pages, free_pages: of the pool.
       canonical_bytes: of the canonicals that are held for pieces, as they are kept: of encoded ones, codes and scales.
       state_bytes: of a hybrid model's transitions beside the pool, of pieces and composed; 0 of other models.
+      audits: sums over the audits of approximate answers, of all sessions of the runtime with the same goal.
       formed: counts of what was stored and formed in the background, or None.
     """
 
@@ -118,6 +120,7 @@ class Stats:
     free_pages: int = 0
     canonical_bytes: int = 0
     state_bytes: int = 0
+    audits: AuditStats = dataclasses.field(default_factory=AuditStats)
     formed: FormerStats | None = None
 
     def __str__(self) -> str:
@@ -134,6 +137,8 @@ class Stats:
         ]
         if self.state_bytes:
             lines.append(f"states    {self.state_bytes / 2**20:.2f} MiB of transitions, of pieces and composed")
+        if self.audits.answers or self.audits.skipped:
+            lines.append(f"audits    {self.audits}")
         if self.formed is not None:
             formed = self.formed
             lines.append(f"formed    {formed.patches} patches, {formed.canonicals} canonicals, {formed.failed} failed")

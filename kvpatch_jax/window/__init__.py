@@ -38,6 +38,7 @@ from .window import BARE as BARE
 from .window import KEEP as KEEP
 from .window import PREFILL as PREFILL
 from .window import Fidelity as Fidelity
+from .window import Method as Method
 from .window import Promise as Promise
 from .window_json import from_json as from_json
 from .window_json import to_json as to_json

@@ -120,11 +120,14 @@ class Executor:
 
     # -------------------------------------------------------------------------------------------------------- pieces
 
-    def run(self, window: Window) -> Step:
+    def run(self, window: Window, *, observed: bool = True) -> Step:
         """Brings the KV of a window into the pool. Returns what that took.
 
         A run that fails changes neither the windows nor their KV. If a launch fails after the pool was donated to it
         (out of memory, say), the pool is lost, and every call raises until `renew`.
+
+        Args:
+          observed: whether observers are called; not for a trial, of which nothing is to be stored.
 
         Raises:
           PoolError: no room. InputError: tokens, a canonical, patch or prefill that was not provided and that no store
@@ -132,7 +135,7 @@ class Executor:
           pieces whose front has changed since they were placed: run every window. NotFiniteError: a forward whose
           logits are NaN. PoolError: the pool is lost. What the backbone raises.
         """
-        return self._bring(_Run(window))
+        return self._bring(_Run(window, observed=observed))
 
     def ask(self, window: Window, tokens: Tokens, length: int | None = None) -> tuple[Float[Array, "1 1 V"], Step]:
         """Brings the KV of a window and asks behind it. Nothing of the question is kept.
@@ -460,7 +463,7 @@ class Executor:
 
         self._hold(window.branch, {piece.id: run.residents[piece.id] for piece in window.pieces})
         for making in makings:
-            if making.kv is not None:
+            if making.kv is not None and run.observed:
                 for observer in self.observers:
                     observer(window, making.piece, making.tokens, making.piece.entry.tokens, making.kv)
         return tuple(run.step)
@@ -671,6 +674,7 @@ class _Run:
 
     window: Window
     question: _Question | None = None
+    observed: bool = True
     logits: Float[Array, "1 1 V"] | None = None
     residents: dict[str, Resident] = dataclasses.field(default_factory=dict)
     step: list[Action] = dataclasses.field(default_factory=list)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals.bench import backbones, costs, kernels, operators, store, window
+from evals.bench import backbones, batch, costs, kernels, operators, store, window
 from evals.bench.benchmark import (
     Benchmark,
     BenchOptions,
@@ -38,6 +38,7 @@ COUNTED = {
     "operators": (operators, {"operators.place", "operators.overhead", "operators.patch"}),
     "store": (store, {"store.put", "store.get", "store.small get", "store.small evicting put"}),
     "window": (window, {"window.step"}),
+    "batch": (batch, {"batch.answers"}),
     "costs": (costs, {"costs.rates"}),
 }
 

@@ -19,7 +19,7 @@ from evals.task.drawing import images_of
 from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
-from kvpatch_jax.errors import InputError, SessionError
+from kvpatch_jax.errors import InputError, ReuseWarning, SessionError
 from kvpatch_jax.models import Buckets, ModelBackbone, load
 from kvpatch_jax.store import ChunkStore
 from tests.goldens.load import write_checkpoint
@@ -176,7 +176,7 @@ def test_damaged_and_foreign_files_are_left_alone(backbone, items, done, tmp_pat
 
 
 def test_invalid_items_get_a_line_with_their_error_and_the_others_are_answered(
-    backbone, items, done, tmp_path, unchecked
+    backbone, items, done, tmp_path, unchecked, capsys, monkeypatch
 ):
     (tmp_path / "none.png").write_bytes(b"\x89PNG, but cut short")
     (tmp_path / "note.txt").write_text("a text")
@@ -197,6 +197,8 @@ def test_invalid_items_get_a_line_with_their_error_and_the_others_are_answered(
     mixed, out = [items[0], *bad[:5], items[1], *bad[5:]], tmp_path / "answers.jsonl"
     report = answer_batch(backbone, None, mixed, out=out, batch=2)
     assert (report.answered, report.failed) == (2, len(bad))
+    assert capsys.readouterr().err == f"answer_batch: {len(bad)} of {len(mixed)} items failed; their lines say why\n"
+    assert str(report).startswith(f"2 of {len(mixed)} items answered, {len(bad)} failed; ")
     lines = read_answers(out)
     errors = [line["error"] for line in lines if "error" in line]
     assert errors == [*["InputError"] * 2, "InputError", *["InputError"] * 8]
@@ -205,10 +207,13 @@ def test_invalid_items_get_a_line_with_their_error_and_the_others_are_answered(
     assert lines[0]["ids"] == done[1][0]["ids"]
 
     # What failed is asked again.
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for _ in range(2):
         again = answer_batch(backbone, None, mixed, out=out, batch=2)
         assert (again.before, again.failed) == (2, len(bad))
         assert read_answers(out) == lines
+        shown = capsys.readouterr().err.split("\r")
+        assert shown[-1].startswith(f"answer_batch: {len(mixed)} of {len(mixed)} items, {len(bad)} failed\n")
 
 
 @pytest.mark.slow
@@ -264,8 +269,23 @@ def test_approximate_answers_say_so(backbone, items, tmp_path):
     with ChunkStore(tmp_path / "store") as store:
         for front in items[1].front:
             answer_batch(backbone, store, [BatchItem([front], [5], steps=1)], out=tmp_path / f"{id(front)}.jsonl")
-        answer_batch(backbone, store, [items[1]], out=tmp_path / "blind.jsonl", reuse="blind")
-    assert read_answers(tmp_path / "blind.jsonl")[0]["fidelity"] == "approximate"
+        asked = [items[1]] * 5
+        report = answer_batch(backbone, store, asked, out=tmp_path / "blind.jsonl", reuse="blind", kl=9.0, batch=2)
+        assert (report.audits.answers, report.audits.skipped, report.tokens) == (3, 0, 0)
+        assert f"3 answers audited: KL {report.audits.kl:.2g}" in str(report)
+        assert {line["fidelity"] for line in read_answers(tmp_path / "blind.jsonl")} == {"approximate"}
+        unaudited = answer_batch(backbone, store, asked, out=tmp_path / "unaudited.jsonl", reuse="blind", audit=0)
+        assert unaudited.audits.answers == 0
+        texts = [[line["ids"] for line in read_answers(tmp_path / f"{name}.jsonl")] for name in ("blind", "unaudited")]
+        assert texts[0] == texts[1]
+
+        # Beyond the goal, with one answer in flight: the rest is served by prefills.
+        with pytest.warns(ReuseWarning, match="blind image pieces lose"):
+            strict = answer_batch(backbone, store, asked, out=tmp_path / "strict.jsonl", reuse="blind", kl=0.0, batch=1)
+    assert strict.audits.answers == 1
+    lines = read_answers(tmp_path / "strict.jsonl")
+    assert [line["fidelity"] for line in lines] == ["approximate", *["exact"] * 4]
+    assert [line["ids"] for line in lines[1:]] == [whole_answer(backbone, items[1])] * 4
 
 
 def test_a_pool_that_is_full_grows(backbone, items, done, tmp_path, monkeypatch):

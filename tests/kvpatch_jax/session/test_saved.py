@@ -70,7 +70,7 @@ def test_damaged_and_foreign_files_are_refused(backbone, saved, tmp_path: Path):
         kvp.Session.restore(saved[0], tiny("gqa"))
     damaged = [b"", b"{}", content[:-1], content[: len(content) // 2], content.replace(b"shot 1", b"shot 7")]
     damaged += [
-        content.replace(b"kvpatch session 3", b"kvpatch session 9"),
+        content.replace(b"kvpatch session 4", b"kvpatch session 9"),
         (2**60).to_bytes(8, "little") + content[8:],
     ]
     for wrong in (*damaged, bytes([*content[:-3], content[-3] ^ 1, *content[-2:]])):
