@@ -17,6 +17,7 @@ from ..backbone import Backbone, Tokens
 from ..cache import brief
 from ..errors import PoolError, SessionError
 from ..patching import Rank
+from ..utils.compiling import keep_compiled
 from ..window import Executor, PatchFormer, PatchStore, Step, Window
 
 FIRST_PAGES = 256
@@ -122,6 +123,7 @@ class Runtime:
           schedule: makes the scheduler of many sessions; None: of one session, inline.
           options: of `Executor`.
         """
+        keep_compiled()
         if dtype is None:
             text = getattr(getattr(backbone, "config", None), "text", None)
             dtype = getattr(text, "dtype", None) or "bfloat16"
