@@ -71,8 +71,9 @@ class Tokens(NamedTuple):
 
     def on_device(self) -> "Tokens":
         """Moves embeddings and features to the device; positions and `ahead` stay where they are."""
-        deepstack = None if self.deepstack is None else jnp.asarray(self.deepstack)
-        return self._replace(embeddings=jnp.asarray(self.embeddings), deepstack=deepstack)
+        # `jnp.asarray` would compile a copy for every shape.
+        deepstack = None if self.deepstack is None else jax.device_put(self.deepstack)
+        return self._replace(embeddings=jax.device_put(self.embeddings), deepstack=deepstack)
 
     def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.

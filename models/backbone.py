@@ -150,6 +150,12 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
         other.programs, other._fingerprint = self.programs.holding(state), None
         return other
 
+    def with_buckets(self, buckets: Buckets | None) -> "ModelBackbone":
+        """Returns the same backbone over the same arrays, with other buckets."""
+        other = copy.copy(self)
+        other.buckets = buckets
+        return other
+
     # ----------------------------------------------------------------------------------------- embeddings
 
     def embed(

@@ -8,13 +8,14 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
 from ..answers import Sampling, TextPiece
 from ..backbone import Backbone, Tokens
 from ..cache import brief
+from ..core import Buckets
 from ..errors import PoolError, SessionError
 from ..patching import Rank
 from ..utils.compiling import keep_compiled
@@ -124,6 +125,9 @@ class Runtime:
           options: of `Executor`.
         """
         keep_compiled()
+        # A loop sees images of many sizes.
+        if getattr(backbone, "buckets", Buckets()) is None:
+            backbone = cast("Any", backbone).with_buckets(Buckets())
         if dtype is None:
             text = getattr(getattr(backbone, "config", None), "text", None)
             dtype = getattr(text, "dtype", None) or "bfloat16"

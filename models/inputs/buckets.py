@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import KV, Output, Tokens
-from kvpatch_jax.core import PARTS, Buckets, token_rows
+from kvpatch_jax.core import PARTS, Buckets, token_rows, zero_padded
 
 from ..attention import Mask
 from .masks import causal_mask, without_padding
@@ -61,12 +61,12 @@ def pad_ids(buckets: Buckets, input_ids: np.ndarray, pads: tuple[int, ...]) -> n
     return _grown(input_ids, [len(input_ids), buckets.round_up(input_ids.shape[1])], fill)
 
 
-def pad_features(features: Array | np.ndarray | None, room: int) -> Array | None:
+def pad_features(features: Array | np.ndarray | None, room: int) -> Array | np.ndarray | None:
     """Returns a tower's output [n,E',D], filled up with zeros to the most features that the padded ids have room for.
 
     So the ids' bucket alone says which program embeds them, whatever the number of features is.
     """
-    return None if features is None else _room(jnp.asarray(features), 1, room - features.shape[1])
+    return None if features is None else zero_padded(features, 1, room)
 
 
 def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
