@@ -28,7 +28,7 @@ from ..families.family import embed_tokens
 from .cache_writes import observe_attention, recompute
 from .continuing import advance, begin, first, first_in_pages, next_in_pages
 from .prompt import by_layer, run_prompt
-from .traced import TracedModel, key_count
+from .traced import TracedModel
 
 WORDS = {
     "encode": "the image tower for {} patches",
@@ -144,7 +144,7 @@ def _described(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def traced(model: TracedModel, state: Any, *args: Any, **options: Any) -> Any:
         tokens = next((value for value in args if isinstance(value, Tokens)), None)
-        keys = next((key_count(value) for value in args if isinstance(value, Paged)), 0)
+        keys = next((value.seen.shape[-1] for value in args if isinstance(value, Paged)), 0)
         size = len(args[0]) if tokens is None else int(np.prod(tokens.embeddings.shape[:2]))
         behind = f" behind {keys:,}" if keys else ""
         describe_program(function.__name__, (words.format(f"{size:,}") + behind).replace(",", " "))
