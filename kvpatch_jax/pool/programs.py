@@ -34,10 +34,21 @@ class Pools(NamedTuple):
     source: dict[str, Array]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+    """Makes an array of zeros by one program; `jnp.zeros` compiles two."""
+    return jnp.zeros(shape, dtype)
+
+
 def with_source(layout: KVLayout, pool: Mapping[str, Float[Array, "L P O _ _"]]) -> Pools:
     """Adds a source of zeros to a pool, for the channels that rotate, padded as they are."""
-    rotating = [channel.name for channel in layout.token_channels if channel.rotates]
-    return Pools(dict(pool), {name: jnp.zeros_like(pool[name]) for name in rotating})
+    source = {}
+    for channel in layout.token_channels:
+        if channel.rotates:
+            value = pool[channel.name]
+            committed = isinstance(value, jax.Array) and value.committed
+            source[channel.name] = jnp.zeros_like(value) if committed else zeros(value.shape, value.dtype)
+    return Pools(dict(pool), source)
 
 
 def enlarged(pools: Pools, pages: int) -> Pools:
