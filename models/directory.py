@@ -55,7 +55,7 @@ def load(
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
         "long" for longrope, a length for dynamic scaling (the model's own by default).
       buckets: sizes that prompts and images are padded to, so that another size in the same bucket compiles nothing
-        anew; None for no padding.
+        anew; None for no padding, except in sessions.
       mesh: lays parameters and KV over the axis "tensor" of this mesh, as `models/decoder/sharding.py` says; each shard
         goes from the file straight to its devices. None puts everything on the default device.
       adapter: a directory with a LoRA adapter as peft saves it, merged into the weights in float32 and rounded once.
