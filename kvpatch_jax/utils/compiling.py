@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import threading
 from pathlib import Path
 
@@ -31,12 +32,6 @@ PATIENCE = 2.0
 
 COMPILING = "/jax/core/compile/backend_compile_duration"
 """jax's event of a compilation: a scalar at its begin, a duration at its end, on the thread that compiles."""
-WORDS = {
-    "write_piece": "placing of a piece",
-    "rotate_pieces": "rotation of pieces",
-    "factorise_deficit": "factors of a patch",
-}
-"""What programs do that nobody describes with a size. Other programs are a user's own, or take no time."""
 
 
 def cache_folder() -> Path:
@@ -71,11 +66,12 @@ def keep_compiled() -> None:
 
 
 def describe_program(function: str, words: str) -> None:
-    """Says what a program does, while it is traced and before it is compiled on this thread.
+    """Says what a program does, while it is traced: it is compiled next, on the same thread.
 
     Args:
-      function: its name, as jax has it. words: such as "prefill of 1 024 tokens".
+      function: its name. words: such as "prefill of 1024 tokens", whose thousands are set apart.
     """
+    words = re.sub(r"(?<=\d)(?=(\d{3})+\b)", " ", words)
     _local.words = {**getattr(_local, "words", {}), function: words}
 
 
@@ -114,7 +110,8 @@ def _begin(event: str, value: float, **about: object) -> None:
         return
     # The name is that of a jitted function: jit(prefill).
     name = str(about.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-    words = getattr(_local, "words", {}).get(name) or WORDS.get(name)
+    # Of a user's own programs nothing is said.
+    words = getattr(_local, "words", {}).get(name)
     # It waits and runs nothing of jax, so the program may end meanwhile.
     timer = threading.Timer(PATIENCE, _announce, [words])
     timer.daemon = True

@@ -146,8 +146,7 @@ def _described(function: Callable[..., Any]) -> Callable[..., Any]:
         tokens = next((value for value in args if isinstance(value, Tokens)), None)
         keys = next((value.seen.shape[-1] for value in args if isinstance(value, Paged)), 0)
         size = len(args[0]) if tokens is None else int(np.prod(tokens.embeddings.shape[:2]))
-        behind = f" behind {keys:,}" if keys else ""
-        describe_program(function.__name__, (words.format(f"{size:,}") + behind).replace(",", " "))
+        describe_program(function.__name__, words.format(size) + (f" behind {keys}" if keys else ""))
         return function(model, state, *args, **options)
 
     return traced

@@ -90,7 +90,7 @@ def test_a_long_compilation_is_announced_once(unset, monkeypatch, caplog, capsys
     with caplog.at_level(logging.WARNING, "kvpatch_jax"):
         compiled("prefill", "prefill of 8 tokens")
         compiled("prefill", "prefill of 8 tokens")
-        compiled("prefill", "prefill of 1 024 tokens")
+        compiled("prefill", "prefill of 1024 tokens")
         compiled("program of a user's", None)
     assert caplog.messages == ["compiling prefill of 8 tokens …", "compiling prefill of 1 024 tokens …"]
     assert capsys.readouterr().out == ""
