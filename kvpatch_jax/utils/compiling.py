@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 CACHE = "KVPATCH_CACHE"
 """The environment's variable that names the library's cache folder; by default ~/.cache/kvpatch_jax."""
-LARGEST = 2 << 30
+LARGEST = 1 << 30
 """Bytes of compiled programs on disk; those that were not read for longest leave."""
-LEAST_SECONDS = 0.02
+LEAST_SECONDS = 0.05
 """Seconds of compilation from which on a program is kept. Many small ones make a first answer slow; jax keeps those of
 a second."""
 PATIENCE = 2.0
