@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.utils.compiling import cache_folder
 
-CACHE = "KVPATCH_CACHE"
-"""The environment's variable that names the cache folder; by default ~/.cache/kvpatch_jax."""
 MAGIC = b"GGUF"
 
 
@@ -79,8 +78,7 @@ def weights_file(name: str) -> Path:
     if name not in REAL_WEIGHTS:
         raise InputError(f"weights: got {name!r}; expected one of {', '.join(REAL_WEIGHTS)}")
     weights = REAL_WEIGHTS[name]
-    default = Path.home() / ".cache" / "kvpatch_jax"
-    joined = Path(os.environ.get(CACHE) or default) / weights.file
+    joined = cache_folder() / weights.file
     if weights.parts and _problem(weights, joined) is None:
         return joined
 

@@ -71,8 +71,8 @@ class Tokens(NamedTuple):
 
     def on_device(self) -> "Tokens":
         """Moves embeddings and features to the device; positions and `ahead` stay where they are."""
-        deepstack = None if self.deepstack is None else jnp.asarray(self.deepstack)
-        return self._replace(embeddings=jnp.asarray(self.embeddings), deepstack=deepstack)
+        deepstack = None if self.deepstack is None else _on_device(self.deepstack)
+        return self._replace(embeddings=_on_device(self.embeddings), deepstack=deepstack)
 
     def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
@@ -94,6 +94,11 @@ class Tokens(NamedTuple):
             raise InputError(f"shift: got {shown}; expected integers of shape (), {axes} or {(rows, *axes)}")
         offset = offset[:, None] if offset.shape == (rows, *axes) else offset
         return self._replace(positions=(self.positions + offset).astype(self.positions.dtype))
+
+
+def _on_device(value: Array | np.ndarray) -> Array:
+    """Copies an array of the host to the device; `jnp.asarray` would compile a program for every shape."""
+    return jax.device_put(value, may_alias=False) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
 def joined_tokens(parts: Sequence[Tokens], axis: int = 1) -> Tokens:

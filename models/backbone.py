@@ -34,8 +34,8 @@ from .families.family import (
 from .fingerprint import fingerprint_of
 from .inputs.buckets import (
     cut_output,
+    embedding_blocks,
     pad_context,
-    pad_features,
     pad_ids,
     pad_mask,
     pad_own_mask,
@@ -150,6 +150,12 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
         other.programs, other._fingerprint = self.programs.holding(state), None
         return other
 
+    def with_buckets(self, buckets: Buckets | None) -> "ModelBackbone":
+        """Returns the same backbone over the same arrays, with other buckets."""
+        other = copy.copy(self)
+        other.buckets = buckets
+        return other
+
     # ----------------------------------------------------------------------------------------- embeddings
 
     def embed(
@@ -210,9 +216,9 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
         length = input_ids.shape[1]
         if self.buckets is not None:
             input_ids = pad_ids(self.buckets, input_ids, placeholders(self.config))
-            features = pad_features(features, input_ids.size)
-
-        embeddings, deepstack = self.programs.embed(self.programs.state, input_ids, features)
+            embeddings, deepstack = self._embed_in_blocks(input_ids, features)
+        else:
+            embeddings, deepstack = self.programs.embed(self.programs.state, input_ids, features)
         # Positions of the host stay there, in 32 bits as a device would have them.
         positions = position_ids
         if not isinstance(positions, jax.Array):
@@ -224,6 +230,17 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
         # Of the padded ids, whose padding is no image.
         ahead = None if self.family.ahead is None else self.family.ahead(self.config, input_ids)
         return Tokens(embeddings, positions, deepstack, ahead), length
+
+    def _embed_in_blocks(self, input_ids: np.ndarray, features: Features | None) -> tuple[Any, Any]:
+        """Embeds ids [B,T] with their features; no number of tokens compiles a program. Joined on the host."""
+        blocks = embedding_blocks(input_ids, features, placeholders(self.config))
+        parts = jax.device_get([self.programs.embed(self.programs.state, *block) for block in blocks])
+
+        def joined(*values: np.ndarray) -> jax.Array:
+            value = np.concatenate(values, axis=1)[:, : input_ids.size]
+            return jax.device_put(value.reshape(*input_ids.shape, *value.shape[2:]))
+
+        return jax.tree.map(joined, *parts)
 
     def _positions(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
         rows = len(input_ids)

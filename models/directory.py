@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.atomic_files import path_of
+from kvpatch_jax.utils.compiling import keep_compiled
 
 from .backbone import ModelBackbone
 from .checkpoints import TensorSource, flatten_params, load_weights, save_weights, tensor_shapes
@@ -42,7 +43,7 @@ def load(
     ignore: Collection[str] = (),
     video_rule: VideoRule | None = None,
 ) -> ModelBackbone:
-    """Loads a backbone.
+    """Loads a backbone. Programs that it compiles are kept for other processes (`utils.compiling.keep_compiled`).
 
     Args:
       directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
@@ -54,7 +55,7 @@ def load(
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
         "long" for longrope, a length for dynamic scaling (the model's own by default).
       buckets: sizes that prompts and images are padded to, so that another size in the same bucket compiles nothing
-        anew; None for no padding.
+        anew; None for no padding, except in sessions.
       mesh: lays parameters and KV over the axis "tensor" of this mesh, as `models/decoder/sharding.py` says; each shard
         goes from the file straight to its devices. None puts everything on the default device.
       adapter: a directory with a LoRA adapter as peft saves it, merged into the weights in float32 and rounded once.
@@ -90,6 +91,8 @@ def load(
         raise ConfigError(f"load: got ignore {ignore!r:.80}; expected a list of keys and tensor names")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise ConfigError(f"load: got buckets {buckets!r:.80}; expected a Buckets, or None")
+
+    keep_compiled()
 
     # Last of the arguments, since they may be downloaded.
     root = resolve(directory, revision, "load", "a checkpoint's directory or GGUF file, or owner/name")

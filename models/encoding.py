@@ -118,11 +118,13 @@ class Encoding(LoadedModel):
         inputs = plan.pop("inputs", inputs)
         if self.buckets is not None:
             assert medium.fills is not None
-            inputs, plan = pad_images(self.buckets, np.asarray(inputs), plan, medium.fills(self.config))
+            inputs, plan = pad_images(self.buckets.of_pixels, np.asarray(inputs), plan, medium.fills(self.config))
 
-        # Padding makes features too, behind those that count.
         features, count = program(self.programs.state, inputs, plan), count_of(input_ids, pads)
-        return features if features.shape[1] == count else features[:, :count]
+        if features.shape[1] == count:
+            return features
+        # Padding makes features too, behind those that count. Cut on the host, where no number of them compiles.
+        return np.asarray(features)[:, :count]
 
     def _check_features(self, input_ids: np.ndarray, features: Features) -> None:
         """Refuses features that were not made for this model and these placeholders."""

@@ -8,13 +8,14 @@ Every side is checked before it is timed, and timed in turns with the others; a 
   store      a ChunkStore beside raw files, safetensors, Orbax, SQLite, diskcache and LMDB, on the disk of --out
   window     an agent's loop: a session beside re-prefill and prefix caches, on a decoder and a hybrid
   batch      questions about pairs of documents: patched, blind and exact; SmolLM2 with --only=SmolLM2
+  first_steps  what a session over images of ten sizes compiles, and what the next process finds compiled
   backbones  prefill and decode of every architecture, beside transformers with --torch-python
   costs      seconds per launch, FLOP and byte of a window's edits, for plans: writes device_costs.json
 """
 
 from ..harness import program
 
-SUITES = ["kernels", "operators", "store", "window", "batch", "backbones", "costs"]
+SUITES = ["kernels", "operators", "store", "window", "batch", "first_steps", "backbones", "costs"]
 
 
 def main() -> None:

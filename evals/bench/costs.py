@@ -21,14 +21,14 @@ from scipy.optimize import nnls
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models import Buckets, ModelBackbone
 from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.plan import DeviceCosts, Rates
 from kvpatch_jax.window import BARE, ActionKind, Entry, Executor, PatchNote, Service, Step, Window, total
 
 from .benchmark import Benchmark, BenchOptions, Sides
 from .operators import MEDIUM, TINY
-from .shapes import random_ids, with_buckets
+from .shapes import random_ids
 
 TOKENS, FRONTS, RANKS, TURNS = (24, 64, 100, 160, 256, 384), (64, 320, 896), (8, 32), 5
 PAGE = 16
@@ -51,7 +51,7 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
 
 def _rates(name: str, raw: dict[str, Any], options: BenchOptions) -> Sides:
     """Measures, fits and writes the rates; each is a figure."""
-    backbone = with_buckets(random_backbone(raw, options.seed))
+    backbone = random_backbone(raw, options.seed).with_buckets(Buckets())
     sizes = list(itertools.product(*((TOKENS[:3], FRONTS[:1]) if options.quick else (TOKENS, FRONTS))))
     with tempfile.TemporaryDirectory() as folder, kvp.ChunkStore(folder, tenant="costs") as store:
         timer = ActionTimer(backbone, store, options.seed)

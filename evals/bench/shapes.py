@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.models import FAMILIES, ModelBackbone
+from kvpatch_jax.models import FAMILIES
 
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 """`config.json` of text decoders, and of Qwen3.5 with a tower of one small layer in the released one's place."""
@@ -56,13 +55,6 @@ def tiny_config(architecture: str) -> dict[str, Any]:
         expected = f"one of {sorted(tiny_models())}"
         raise ConfigError(f"architecture: got {architecture!r}, without a tiny model; expected {expected}")
     return tiny_models()[architecture]
-
-
-def with_buckets(backbone: ModelBackbone) -> ModelBackbone:
-    """Returns the same model over the same arrays, with the default buckets, as sessions use it."""
-    other = backbone.replaced(backbone.parameters)
-    other.buckets = Buckets()
-    return other
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:

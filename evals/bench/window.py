@@ -26,7 +26,7 @@ from kvpatch_jax.models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
 from .operators import MEDIUM
-from .shapes import LARGE, SHAPES, random_ids, tiny_config, with_buckets
+from .shapes import LARGE, SHAPES, random_ids, tiny_config
 
 EXACT = 1e-4
 """Most KL to a re-prefill, in nats, while nothing has left."""
@@ -68,8 +68,7 @@ class Loop:
     def __init__(self, backbone: ModelBackbone, sizes: LoopSizes, seed: int):
         self.backbone, self.sizes, self.steps, self.seed = backbone, sizes, 0, seed
         self.lead, self.question = random_ids(sizes.lead, seed + 1000), random_ids(sizes.question, seed + 1001)
-        bucketed = with_buckets(backbone)
-        self.session = kvp.Session(bucketed, keep=sizes.window, lead=[self.lead], rank=0)
+        self.session = kvp.Session(backbone, keep=sizes.window, lead=[self.lead], rank=0)
         self.figures: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
 
     def chunk(self, step: int) -> list[int]:

@@ -8,7 +8,6 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 EXTRA = ("absl", "jinja2", "matplotlib", "optax", "pandas", "PIL", "tokenizers", "tqdm")
@@ -20,8 +19,8 @@ PLACES = ("out", "shard", "ray", "shards", "ray_resources")
 def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EXTRA) -> None:
     """Starts a program: `if __name__ == "__main__": program.start(main, "…: loading libraries")`.
 
-    Prints `message`, parses the flags that are defined, keeps compiled programs in .cache/jax, silences jax's remarks
-    on missing platforms, and ends with status 1 and one line on a typed error (`KVPatchError`).
+    Prints `message`, parses the flags that are defined, keeps compiled programs for the next run (`keep_compiled`),
+    silences jax's remarks on missing platforms, and ends with status 1 and one line on a typed error (`KVPatchError`).
 
     Args:
       main: the program; it imports jax and the rest of the evaluation.
@@ -43,9 +42,10 @@ def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EX
         if len(arguments) > 1:
             raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
         quiet_backends()
-        use_compilation_cache()
         from kvpatch_jax.errors import KVPatchError
+        from kvpatch_jax.utils.compiling import keep_compiled
 
+        keep_compiled()
         try:
             main()
         except KVPatchError as error:
@@ -91,19 +91,6 @@ def quiet_backends() -> None:
         return
     standard.getLogger("jax").setLevel(standard.WARNING)
     logging.set_verbosity(logging.WARNING)
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in the project's cache directory, .cache/jax, unless JAX_COMPILATION_CACHE_DIR is set."""
-    import os
-
-    import jax
-
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = Path(__file__).resolve().parents[2] / ".cache" / "jax"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    # Small programs too: other instances of an architecture run the same ones again.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def progress_bar(work: float) -> Any:

@@ -8,7 +8,7 @@ array's shards, and only three words leave the device.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num, UInt32
 
-from ..core import PARTS
+from ..core import PARTS, zero_padded
 from ..errors import InputError
 from .inputs import Audio, Template, Video, check_text, decoded, is_encoded, one_form
 
 _FIRST, _SECOND, _THIRD, _FOURTH = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+BLOCK = 256
+"""Tokens that a checksum takes at a time of an array on the host."""
 
 
 def digest_of(fields: Iterable[bytes], key: bytes = b"", size: int = 32) -> str:
@@ -118,8 +120,10 @@ def content_digest(content: Any) -> str:
 
 
 @jax.jit
-def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
+def _words(value: Num[Array, "L T *rest"], first: Array, length: Array) -> UInt32[Array, "3"]:
     """Computes two sums over the first `length` tokens, and whether any number, including padding, is not finite.
+
+    The array's own tokens are those from `first` on, so that sums over blocks of tokens add up, modulo 2^32.
 
     The bits of an element are chained over layers by bijective steps, so two arrays that differ in one number always
     differ in the chain. The chains are mixed with their positions and summed twice, which gives 64 bits per array.
@@ -147,11 +151,11 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
     start = jnp.zeros_like(value[0], jnp.uint32), jnp.zeros_like(value[0], bool)
     (word, wrong), _ = jax.lax.scan(step, start, value)
 
-    # Row-major index of every element, wrapping at 32 bits.
+    # Row-major index of every element of a token, wrapping at 32 bits.
     index = jnp.zeros_like(word)
     for axis in range(1, word.ndim):
         index = index * np.uint32(word.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, word.shape, axis)
-    token = jax.lax.broadcasted_iota(jnp.uint32, word.shape, 0)
+    token = first.astype(jnp.uint32) + jax.lax.broadcasted_iota(jnp.uint32, word.shape, 0)
     place = mixed(index, token * np.uint32(_SECOND))
     once = mixed(word, place)
     twice = mixed(once, ~place)
@@ -159,6 +163,18 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
     counted = token < length.astype(jnp.uint32)
     sums = [jnp.sum(jnp.where(counted, words, np.uint32(0)), dtype=jnp.uint32) for words in (once, twice)]
     return jnp.stack([*sums, jnp.any(wrong).astype(jnp.uint32)])
+
+
+def _blocks(name: str, value: jax.Array | np.ndarray) -> Iterator[tuple[jax.Array | np.ndarray, np.int32]]:
+    """Yields an array in parts of equal size, each with the number of its first token.
+
+    An array of the host is padded, so that one program serves all lengths; one of a device is examined where it lies.
+    """
+    if name in PARTS or not isinstance(value, np.ndarray):
+        yield value, np.int32(0)
+        return
+    for first in range(0, max(value.shape[1], 1), BLOCK):
+        yield zero_padded(value[:, first : first + BLOCK], 1, BLOCK), np.int32(first)
 
 
 def examine(arrays: Mapping[str, Num[jax.Array | np.ndarray, "..."]], length: int) -> tuple[str, bool]:
@@ -169,8 +185,11 @@ def examine(arrays: Mapping[str, Num[jax.Array | np.ndarray, "..."]], length: in
     """
     names = sorted(arrays)
     lengths = {name: arrays[name].shape[1] if name in PARTS else length for name in names}
+    launched = {
+        name: [_words(*block, np.int32(lengths[name])) for block in _blocks(name, arrays[name])] for name in names
+    }
     # One transfer for all arrays.
-    checked = jax.device_get([_words(arrays[name], np.int32(lengths[name])) for name in names])
+    checked = [np.sum(words, axis=0, dtype=np.uint32) for words in jax.device_get(launched).values()]
     digest = hashlib.blake2b(digest_size=16)
     for name, words in zip(names, checked, strict=True):
         value = arrays[name]

@@ -11,20 +11,22 @@ from .layout import AnyArray
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Sizes to pad to: powers of two up to `smallest`, then `steps` sizes per doubling.
+    """Sizes to pad to: powers of two from `least` up to `smallest`, then `steps` sizes per doubling.
 
-    Four steps per doubling pad at most a fifth of a bucket. `smallest` / `steps` must be a multiple of the number of
+    Up to `smallest`, where compiling takes longer than computing, at most half of a bucket is padding, beyond it with
+    four steps at most a fifth. A single token stays one. `smallest` / `steps` must be a multiple of the number of
     patches that a tower merges into one token (4 or 1).
 
     Raises:
       ConfigError: sizes that are not powers of two, or steps too fine for the smallest size.
     """
 
-    smallest: int = 64
+    smallest: int = 1024
     steps: int = 4
+    least: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("smallest", "steps"):
+        for name in ("smallest", "steps", "least"):
             value = getattr(self, name)
             if not is_whole(value, 1) or value & (value - 1):
                 raise ConfigError(f"bucket {name}: got {value!r:.80}; expected a power of two")
@@ -33,10 +35,24 @@ class Buckets:
                 f"bucket smallest: got {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})"
             )
 
+    @property
+    def of_keys(self) -> "Buckets":
+        """Buckets of contexts: powers of two from `smallest` on. Padding there costs attention alone, and every size
+        is compiled with every size of a prompt.
+        """
+        return Buckets(self.smallest, 1, self.smallest)
+
+    @property
+    def of_pixels(self) -> "Buckets":
+        """Buckets of a tower's rows of pixels: patches, of which up to four make a token, or tiles of many tokens."""
+        return Buckets(4 * self.smallest, self.steps, 1)
+
     def round_up(self, size: int) -> int:
         """Returns the smallest bucket that holds `size`; 0 for 0."""
+        if size < 2:
+            return size
         if size <= self.smallest:
-            return 0 if size == 0 else 1 << (size - 1).bit_length()
+            return max(min(self.least, self.smallest), 1 << (size - 1).bit_length())
 
         # `size` lies in (2^n, 2^(n+1)], which has `steps` buckets of this width.
         step = (1 << ((size - 1).bit_length() - 1)) // self.steps

@@ -28,7 +28,7 @@ Slots = Int[AnyArray, " T"]
 Rows = Int[AnyArray, "..."] | Sequence[Int[AnyArray, " _"] | Sequence[int]]
 Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
 
-DEFAULT = Buckets()
+DEFAULT = Buckets(smallest=64)
 NO_PAGE = -1
 """Entry of a page table that pads it to a bucket."""
 

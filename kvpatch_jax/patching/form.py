@@ -113,7 +113,7 @@ def form_patch(
 def _measured(patch: Patch, chunk: Chunk, conditioned: KVArrays) -> Patch:
     """Returns a patch with its readout errors in its metadata."""
     errors = readout_errors(chunk, conditioned, patch.operands, patch.metadata.layers)
-    return Patch(patch.factors, dataclasses.replace(patch.metadata, errors=errors))
+    return trusted_patch(patch.factors, dataclasses.replace(patch.metadata, errors=errors))
 
 
 def _in_few_bits_where_better(patch: Patch, chunk: Chunk, conditioned: KVArrays, delta: Mapping[str, Any]) -> Patch:
@@ -125,7 +125,7 @@ def _in_few_bits_where_better(patch: Patch, chunk: Chunk, conditioned: KVArrays,
         if numbers * int(dtype[3:]) > 8 * patch.nbytes:
             continue
         factors = {name: quantised(delta[name], dtype, -1) for name in patch.factors}
-        packed = Patch(factors, patch.metadata)
+        packed = trusted_patch(factors, patch.metadata)
         if packed.nbytes <= patch.nbytes:
             packed = _measured(packed, chunk, conditioned)
             better = (packed.predicted or 0.0) < (best.predicted or 0.0)

@@ -65,7 +65,10 @@ def make_pool(
     for channel in layout.token_channels:
         width = padded_width(channel.width) if padded else channel.width
         shape = (layout.depth(channel.name), pages, page_size, channel.heads, width)
-        pool[channel.name] = jnp.zeros(shape, dtype, device=shardings[channel.name] if shardings else None)
+        if shardings:
+            pool[channel.name] = jnp.zeros(shape, dtype, device=shardings[channel.name])
+        else:
+            pool[channel.name] = programs.zeros(shape, jnp.dtype(dtype))
     return pool
 
 

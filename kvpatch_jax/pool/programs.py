@@ -20,6 +20,7 @@ from pallas_kernels import rotate_patch
 from pallas_kernels import splice as splice_kernel
 
 from ..core import KVLayout, PackedArray, Rope, flat, is_packed, ops, relocation_tables, rope_tables, unpack
+from ..utils.compiling import describe_program
 
 
 class Pools(NamedTuple):
@@ -34,10 +35,21 @@ class Pools(NamedTuple):
     source: dict[str, Array]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+    """Makes an array of zeros by one program; `jnp.zeros` compiles two."""
+    return jnp.zeros(shape, dtype)
+
+
 def with_source(layout: KVLayout, pool: Mapping[str, Float[Array, "L P O _ _"]]) -> Pools:
     """Adds a source of zeros to a pool, for the channels that rotate, padded as they are."""
-    rotating = [channel.name for channel in layout.token_channels if channel.rotates]
-    return Pools(dict(pool), {name: jnp.zeros_like(pool[name]) for name in rotating})
+    source = {}
+    for channel in layout.token_channels:
+        if channel.rotates:
+            value = pool[channel.name]
+            committed = isinstance(value, jax.Array) and value.committed
+            source[channel.name] = jnp.zeros_like(value) if committed else zeros(value.shape, value.dtype)
+    return Pools(dict(pool), source)
 
 
 def enlarged(pools: Pools, pages: int) -> Pools:
@@ -87,6 +99,7 @@ def write_piece(
         one layer at a time, and written as their decoded twins are. Channels that it lacks keep their vectors.
       layers: the layers that the factors patch; None for all.
     """
+    describe_program("write_piece", f"placing of {len(slots)} tokens")
     arguments = ops.operator_arguments(layout, factors, local, start, layers)
 
     def write(pools: Pools, values: Mapping[str, Array], arguments: Mapping[str, Any], layer: Any = None) -> Pools:
@@ -185,6 +198,7 @@ def rotate_pieces(
     Args:
       whole: also copies the other channels, and the source, from `read` to `write`.
     """
+    describe_program("rotate_pieces", f"rotation of {len(read)} tokens")
     engine, source = dict(pools.engine), dict(pools.source)
     rotations = token_rotations(layout, local, start, relative=not source)
     for channel in layout.token_channels:

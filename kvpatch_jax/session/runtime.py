@@ -9,16 +9,18 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
 from ..answers import Sampling, TextPiece
 from ..backbone import Backbone, Tokens
 from ..cache import brief
+from ..core import Buckets
 from ..errors import PoolError, ReuseWarning, SessionError
 from ..patching import Rank
 from ..plan import Goal
+from ..utils.compiling import keep_compiled
 from ..window import Executor, PatchFormer, PatchStore, Step, Window
 from .guard import Guard
 
@@ -126,6 +128,10 @@ class Runtime:
           schedule: makes the scheduler of many sessions; None: of one session, inline.
           options: of `Executor`.
         """
+        keep_compiled()
+        # A loop sees images of many sizes.
+        if getattr(backbone, "buckets", Buckets()) is None:
+            backbone = cast("Any", backbone).with_buckets(Buckets())
         if dtype is None:
             text = getattr(getattr(backbone, "config", None), "text", None)
             dtype = getattr(text, "dtype", None) or "bfloat16"

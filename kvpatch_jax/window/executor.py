@@ -595,7 +595,7 @@ class Executor:
             if step is not None and count:
                 step.append(self.costs.compose(pieces[-1].id, count))
         slots = np.concatenate([residents[piece.id].slots for piece in pieces])
-        return Paged.of(self.pools.engine, slots, self.buckets, composed)
+        return Paged.of(self.pools.engine, slots, self.buckets and self.buckets.of_keys, composed)
 
     def _at_places(
         self, window: Window, held: Mapping[str, Resident], step: list[Action], taken: list[Int[np.ndarray, " _"]]
@@ -636,8 +636,7 @@ class Executor:
         starts = np.repeat([piece.start for piece in pieces], [piece.entry.tokens for piece in pieces]).astype(np.int32)
         if local.ndim > 1:
             starts = np.broadcast_to(starts[:, None], local.shape)
-        # Few programs matter more here than padding: powers of two.
-        size = len(read) if self.buckets is None else 1 << (len(read) - 1).bit_length()
+        size = bucket(self.buckets and self.buckets.of_keys, len(read))
         arrays = [np.asarray(zero_padded(array, 0, size)) for array in (read, write, local, starts)]
         self.pools = rotate_pieces(self.layout, self.pools, *arrays, np.int32(len(read)), whole=whole)
 

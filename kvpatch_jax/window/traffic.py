@@ -341,7 +341,8 @@ def canonical_of(
     size = kv[backbone.layout.names[0]].shape[2]
     local = np.asarray(tokens.positions)[0, :size]
     return Chunk(
-        kv={name: value[:, 0] for name, value in kv.items()},
+        # On the host, where it is stored from: on a device every size would compile a program.
+        kv={name: np.asarray(value)[:, 0] for name, value in kv.items()},
         local=np.asarray(zero_padded(local, 0, size), np.float32),
         span=entry.span,
         length=entry.tokens,

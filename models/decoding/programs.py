@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import Context, Output, Step, Tokens
-from kvpatch_jax.core import Buckets, KVLayout
+from kvpatch_jax.core import Buckets, KVLayout, Paged
+from kvpatch_jax.utils.compiling import describe_program
 
 from ..decoder.sharding import auto_mesh, cache_shardings, split_mesh
 from ..families.family import embed_tokens
@@ -28,6 +29,19 @@ from .cache_writes import observe_attention, recompute
 from .continuing import advance, begin, first, first_in_pages, next_in_pages
 from .prompt import by_layer, run_prompt
 from .traced import TracedModel
+
+WORDS = {
+    "encode": "the image tower for {} patches",
+    "encode_audio": "the sound tower for {} frames",
+    "prefill": "prefill of {} tokens",
+    "recompute": "recomputation of {} tokens",
+    "first": "the answer to {} tokens",
+    "begin": "the answer to {} tokens",
+    "first_in_pages": "the answer to {} tokens",
+    "advance": "decoding",
+    "next_in_pages": "decoding of several answers",
+}
+"""What is said of programs that compile for long, with the rows or tokens that they are compiled for."""
 
 
 class Forward:
@@ -74,7 +88,7 @@ class Forward:
         Inside the forward shardings are the compiler's to find: Explicit axes would want one named at every reshape.
         `out` names those of the results, which are again in the types of arrays on a mesh with Explicit axes.
         """
-        bound = functools.partial(function, self._model)
+        bound = functools.partial(_described(function), self._model)
         how: Any = {"static_argnames": static, "donate_argnames": donate}
         if self.mesh is None:
             return jax.jit(bound, **how)
@@ -119,6 +133,23 @@ class LoadedModel:
     def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
         """Refuses positions (and as many more) that the rope does not serve."""
         raise NotImplementedError
+
+
+def _described(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of the model that, when it is traced, says what is about to be compiled, and of what size."""
+    words = WORDS.get(function.__name__)
+    if words is None:
+        return function
+
+    @functools.wraps(function)
+    def traced(model: TracedModel, state: Any, *args: Any, **options: Any) -> Any:
+        tokens = next((value for value in args if isinstance(value, Tokens)), None)
+        keys = next((value.seen.shape[-1] for value in args if isinstance(value, Paged)), 0)
+        size = len(args[0]) if tokens is None else int(np.prod(tokens.embeddings.shape[:2]))
+        describe_program(function.__name__, words.format(size) + (f" behind {keys}" if keys else ""))
+        return function(model, state, *args, **options)
+
+    return traced
 
 
 def encode(model: TracedModel, state: Any, pixel_values: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:

@@ -5,6 +5,7 @@ Everything about a draw is traced, so that another temperature, share, number or
 Axis letters: B batch, V vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,8 +51,8 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
         )
 
     if key is None:
-        key = 0
-    if isinstance(key, int | np.integer):
+        key = _unused_key()
+    elif isinstance(key, int | np.integer):
         if not -(2**63) <= key < 2**63:
             raise InputError(f"key: got {key}; expected a number of at most 64 bits, or a jax.random.key")
         key = jax.random.key(int(key))
@@ -71,6 +72,13 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
         key,
         stops,
     )
+
+
+@functools.cache
+def _unused_key() -> PRNGKeyArray:
+    """Makes a key for what draws nothing, from zeros: `jax.random.key` would compile two programs."""
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return jax.random.wrap_key_data(jax.device_put(np.zeros(data.shape, np.uint32)))
 
 
 def choose(logits: Float[Array, "B V"], draw: Draw, index: Int[Array, ""] | int) -> Int[Array, " B"]:

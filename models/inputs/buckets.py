@@ -6,7 +6,7 @@ the true size. Padding and cutting are small programs of their own; the model's 
 Axis letters: B batch, T tokens, S keys, P rows of pixels (patches or tiles); a prime marks the bucket's size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,10 +14,13 @@ import numpy as np
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import KV, Output, Tokens
-from kvpatch_jax.core import PARTS, Buckets, token_rows
+from kvpatch_jax.core import PARTS, Buckets, token_rows, zero_padded
 
 from ..attention import Mask
 from .masks import causal_mask, without_padding
+
+EMBEDDED = 512
+"""Tokens that are embedded at a time."""
 
 
 def pad_images(
@@ -57,16 +60,26 @@ def pad_images(
 
 def pad_ids(buckets: Buckets, input_ids: np.ndarray, pads: tuple[int, ...]) -> np.ndarray:
     """Returns ids [B,T'], filled up with the first id that is no image placeholder."""
-    fill = next(number for number in range(len(pads) + 1) if number not in pads)
-    return _grown(input_ids, [len(input_ids), buckets.round_up(input_ids.shape[1])], fill)
+    return _grown(input_ids, [len(input_ids), buckets.round_up(input_ids.shape[1])], _no_placeholder(pads))
 
 
-def pad_features(features: Array | np.ndarray | None, room: int) -> Array | None:
-    """Returns a tower's output [n,E',D], filled up with zeros to the most features that the padded ids have room for.
-
-    So the ids' bucket alone says which program embeds them, whatever the number of features is.
+def embedding_blocks(
+    input_ids: np.ndarray, features: Array | np.ndarray | None, pads: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yields all rows' ids [B,T], one behind the other, as [1,`EMBEDDED`], with the features [n,`EMBEDDED`,D] of their
+    placeholders: whatever the number of either, one program embeds them.
     """
-    return None if features is None else _room(jnp.asarray(features), 1, room - features.shape[1])
+    flat, begin, host = input_ids.reshape(1, -1), 0, None if features is None else np.asarray(features)
+    fill = _no_placeholder(pads)
+    for start in range(0, max(flat.shape[1], 1), EMBEDDED):
+        ids = _grown(flat[:, start : start + EMBEDDED], [1, EMBEDDED], fill)
+        end = begin + int(np.isin(ids, pads).sum())
+        yield ids, None if host is None else np.asarray(zero_padded(host[:, begin:end], 1, EMBEDDED))
+        begin = end
+
+
+def _no_placeholder(pads: tuple[int, ...]) -> int:
+    return next(number for number in range(len(pads) + 1) if number not in pads)
 
 
 def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:

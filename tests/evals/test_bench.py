@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals.bench import backbones, batch, costs, kernels, operators, store, window
+from evals.bench import backbones, batch, costs, first_steps, kernels, operators, store, window
 from evals.bench.benchmark import (
     Benchmark,
     BenchOptions,
@@ -54,6 +54,14 @@ def test_a_suite_runs_and_every_side_is_right(tmp_path, name):
     assert wrong_rows(rows) == []
     assert all(row["value"] > 0 for row in rows if row["metric"] == "seconds")
     assert table(rows).count("\n") == 1 + len({(row["probe"], row["model"], row["arm"]) for row in rows})
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_loop_over_ten_sizes_compiles_sixteen_programs_at_most(steps: int):
+    """Everything counted: tower, embedding, prefill, placing, rotation, answers, checksums, the pool."""
+    figures = first_steps.loop(steps)
+    assert 0 < figures["programs"] <= 16, figures["names"]
+    assert 0 < figures["padding"] < 0.5
 
 
 @pytest.mark.slow

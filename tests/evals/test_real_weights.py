@@ -7,6 +7,7 @@ import pytest
 
 from evals import real_weights
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.utils.compiling import CACHE
 
 PARTS = (b"GGUF first", b" and second")
 
@@ -22,7 +23,7 @@ def installed(tmp_path, monkeypatch):
     tiny = real_weights.RealWeights("tiny.gguf", "tiny-model-part{}", "data/*.bin", parts=2, bytes=sum(map(len, PARTS)))
     monkeypatch.setitem(real_weights.REAL_WEIGHTS, "tiny", tiny)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setenv(real_weights.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     return tiny
 
 

@@ -41,7 +41,9 @@ SIZES = {
 @given(st.integers(0, 1_000_000), st.sampled_from([64, 128, 1024]), st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=300, deadline=None)
 def test_buckets_hold_and_waste_little(size: int, smallest: int, steps: int):
-    """Never smaller, at most 1/steps larger beyond the smallest, themselves buckets, multiples of four."""
+    """Never smaller, at most 1/steps larger beyond the smallest, less than twice as large up to it and from the least
+    on, themselves buckets, multiples of four.
+    """
     buckets = Buckets(smallest, steps)
     bucket = buckets.round_up(size)
     assert bucket >= size
@@ -50,17 +52,23 @@ def test_buckets_hold_and_waste_little(size: int, smallest: int, steps: int):
     if size > smallest:
         assert bucket - size < size / steps + 1
         assert bucket % 4 == 0
-    elif size:
+    elif size > 16:
         assert bucket < 2 * size
+    else:
+        assert bucket == (size if size < 2 else 16)
 
 
 def test_there_are_few_buckets():
-    """Four per doubling: 48 beyond 64 up to a quarter of a million. The narrowest is 16 wide."""
+    """Seven up to 1 024, then four per doubling: 39 up to a quarter of a million. Of contexts nine."""
     buckets = Buckets()
-    assert len({buckets.round_up(size) for size in (*range(65, 2**18, 16), 2**18)}) == 48
+    sizes = range(2, 2**18 + 1)
+    assert len({buckets.round_up(size) for size in sizes}) == 39
+    assert sorted({buckets.of_keys.round_up(size) for size in sizes}) == [2**power for power in range(10, 19)]
 
 
-@pytest.mark.parametrize(("change", "named"), [({"smallest": 48}, "48"), ({"steps": 3}, "3"), ({"steps": 32}, "128")])
+@pytest.mark.parametrize(
+    ("change", "named"), [({"smallest": 48}, "48"), ({"steps": 3}, "3"), ({"smallest": 64, "steps": 32}, "128")]
+)
 def test_odd_buckets_are_refused(change: dict[str, int], named: str):
     with pytest.raises(ConfigError, match=named):
         Buckets(**change)

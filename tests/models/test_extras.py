@@ -81,9 +81,11 @@ def test_everything_is_imported_without_any_of_them(tmp_path):
 
 
 CHAT = """
+import logging
 import sys
 import numpy as np
 from kvpatch_jax.models import load
+logging.getLogger("kvpatch_jax.utils.compiling").setLevel(logging.ERROR)  # on a busy machine
 backbone, image = load(sys.argv[1]), np.full((24, 32, 3), 99, np.uint8)
 content = [{"type": "image", "image": image}, {"type": "text", "text": "What <|im_end|>?"}]
 prompt = backbone.chat([{"role": "user", "content": content}])

@@ -8,6 +8,7 @@ case, its status, the one that is expected, and what it printed.
 import atexit
 import itertools
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -24,6 +25,9 @@ from window_oracle import tiny  # noqa: E402
 
 import kvpatch_jax as kvp  # noqa: E402
 from kvpatch_jax.errors import SessionError  # noqa: E402
+
+# Of compilations that take long nothing is said here.
+logging.getLogger("kvpatch_jax.utils.compiling").setLevel(logging.ERROR)
 
 SIDE_BY_SIDE = 4
 alive = []
