@@ -66,14 +66,14 @@ def test_a_budget_is_spent_where_errors_count(kind):
             dropped += (np.linalg.svd(matrix * W, compute_uv=False)[patch.factors[name].ranks[layer] :] ** 2).sum()
             energy += np.square((matrix - have[name][layer]) * W).sum()
     np.testing.assert_allclose(energy, dropped, rtol=1e-4)
-    plain = corrections(chunk, kvp.form_patch(chunk, kv, kvp.patching.ByteBudget(2500), A, dtype="float32"))
+    plain = corrections(chunk, kvp.form_patch(chunk, kv, kvp.patching.ByteBudget(2500), A, dtype="float32", dense=False))
     other = 0.0
     for name, delta in deltas(chunk, kv).items():
         missing = delta - plain.get(name, 0.0)
         other += np.square(missing * weights.weights[name].astype(np.float64)[:, None]).sum()
     assert energy < 0.95 * other
     removal = kvp.removal_patch(
-        chunk, kv, dict(chunk.kv), kvp.patching.ByteBudget(2500), A, (), weights=weights, dtype="float32"
+        chunk, kv, dict(chunk.kv), kvp.patching.ByteBudget(2500, relative=0), A, (), weights=weights, dtype="float32"
     )
     for name, value in corrections(chunk, removal).items():
         np.testing.assert_allclose(value, have[name], atol=1e-4)
