@@ -99,7 +99,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_written():
     before, pools = case.state(), loop.executor.pools
     patch = PatchNote("0" * 32, "c6", None, "canonical", window.target(), None, False, 4, 100, 5)
     for changed, error, words in (
-        (case.changed.append(loop.entry("c6")), PoolError, "piece 'c6': .*pages"),
+        (case.changed.append(loop.entry("c6")), PoolError, "piece 'c6', 5 tokens: .*pages"),
         (case.changed.append(Entry("c9", None, 8, 8)), InputError, r"provide\('c9', tokens=…\) first"),
         (case.changed.append(dataclasses.replace(loop.entry("c2"), id="c9")), InputError, "provide"),
         (window.append(Entry("c9", None, 8, 8), BARE), InputError, r"'c9': got no canonical"),
