@@ -104,7 +104,8 @@ def batch(make: Callable[[], ModelBackbone], asked: Questions) -> Sides:
     """Warms a store and prepares the sides."""
     backbone, folder = make(), tempfile.TemporaryDirectory(prefix="batch-")
     path, store = Path(folder.name), kvp.ChunkStore(Path(folder.name) / "store")
-    warm(backbone, patches := PatchesAlone(store), asked.fronts)
+    patches: Any = PatchesAlone(store)
+    warm(backbone, patches, asked.fronts)
     reports, answers, warned = dict[str, BatchReport](), dict[str, list[Any]](), dict[str, str]()
 
     def run(side: str) -> None:
