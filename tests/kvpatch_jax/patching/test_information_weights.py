@@ -66,7 +66,8 @@ def test_a_budget_is_spent_where_errors_count(kind):
             dropped += (np.linalg.svd(matrix * W, compute_uv=False)[patch.factors[name].ranks[layer] :] ** 2).sum()
             energy += np.square((matrix - have[name][layer]) * W).sum()
     np.testing.assert_allclose(energy, dropped, rtol=1e-4)
-    plain = corrections(chunk, kvp.form_patch(chunk, kv, kvp.patching.ByteBudget(2500), A, dtype="float32", dense=False))
+    budget = kvp.patching.ByteBudget(2500)
+    plain = corrections(chunk, kvp.form_patch(chunk, kv, budget, A, dtype="float32", dense=False))
     other = 0.0
     for name, delta in deltas(chunk, kv).items():
         missing = delta - plain.get(name, 0.0)

@@ -86,7 +86,7 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
             (SessionError, "linker", linker),
             (SessionError, "promise", "recall", None),
             (PoolError, "pages", 0, True, 1.5),
-            (KVPatchError, "rank", -1, {"nope": 4}, "4", True),
+            (KVPatchError, "rank", -1, {"nope": 4}, "four", True),
             (KVPatchError, "lead", b"\x89PNG nothing", -1, [None]),
         ):
             for value in values:
