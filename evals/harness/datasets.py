@@ -169,7 +169,7 @@ class Dataset(Protocol):
     """Contexts of which one chunk is reused.
 
     A data set may also have `prepare(backbone, run)`, which fits what methods need ahead, on contexts that are not
-    measured: settings by method; and `groups`, kinds by the name of what they are also measured together as.
+    measured: settings by method; and `groups`, kinds that are measured together, by their name in rows.
 
     Attributes:
       name: in rows, "<name>.<probe>".

@@ -19,6 +19,8 @@ from .methods import BLIND, REFERENCE
 from .parts import Record
 
 ANTECEDENTS = (1, 2, 4, 16)
+ESTIMATING = "all that estimate"
+"""The arm of rows over all arms that estimate what they leave."""
 DEFICIT = "deficit"
 """The arm of records that describe the deficit itself."""
 PER_KIND = ("accuracy", "difference", "kl", "flips", "within", "eta", "flip_recover", "worse", "harmful", "estimate")
@@ -111,12 +113,12 @@ class ProbeRecords:
     Args:
       records: as `runner.measure_batch` yields them, those of a batch together, the reference's first.
       kinds: names of the kinds of question.
-      groups: kinds by the name of what they are also measured together as.
+      groups: kinds that are measured together, by the name that rows have; none: each by itself.
     """
 
     def __init__(self, records: Iterable[Record], kinds: Sequence[str], groups: Mapping[str, Sequence[str]] = {}):
-        self.groups = {kind: [number] for number, kind in enumerate(kinds)}
-        self.groups |= {name: [kinds.index(kind) for kind in own] for name, own in groups.items()}
+        together = groups or {kind: [kind] for kind in kinds}
+        self.groups = {name: [kinds.index(kind) for kind in own] for name, own in together.items()}
         self.estimates: dict[str, list[float]] = {}
         asked: dict[str, list[np.ndarray]] = {"kind": [], "cluster": [], "answer": []}
         predicted: dict[str, list[np.ndarray]] = {}
@@ -167,7 +169,7 @@ class ProbeRecords:
             estimates["flip_recover"] = intervals.flip_recover(reference, blind, predicted, cluster)
             estimates["worse"] = _worse(kl, blind_kl, cluster)
             estimates["harmful"] = _worse(kl, blind_kl, cluster, SMALL_LOSS / 10)
-            estimates["estimate"] = self._estimate(arm, here)
+            estimates["estimate"] = self._estimate([arm], here)
         return {name: interval for name, interval in estimates.items() if name in names}
 
     def rows(self, probe: str, model: str, names: Collection[str] = PER_KIND) -> Iterator[Row]:
@@ -177,26 +179,31 @@ class ProbeRecords:
             for arm in self.predicted if asked.intersection(numbers) else ():
                 for metric, interval in self.metrics(arm, kind, names).items():
                     yield measured_row(probe, model, arm, f"{metric}.{kind}", interval)
+            arms = [arm for arm in self.predicted if self.estimates.get(arm)]
+            if arms and "estimate" in names and asked.intersection(numbers):
+                together = self._estimate(arms, np.isin(self.asked["kind"], numbers))
+                yield measured_row(probe, model, ESTIMATING, f"estimate.{kind}", together)
         for arm, shares in self.costs.items():
             for metric, share in shares.items():
                 yield measured_row(probe, model, arm, metric, Interval(share, share, share, 1))
         yield from self._deficit_rows(probe, model)
 
-    def _estimate(self, arm: str, here: np.ndarray) -> Interval:
-        """Correlates a method's own estimate of the loss that it leaves with what it left, over contexts, in logs."""
+    def _estimate(self, arms: Sequence[str], here: np.ndarray) -> Interval:
+        """Correlates methods' own estimates of the loss that they leave with what they left, over contexts, in logs."""
         clusters, first = np.unique(self.asked["cluster"], return_index=True)
         # Estimates are in the order of contexts, as their first questions are.
         order = self.asked["cluster"][np.sort(first)]
-        if len(self.estimates.get(arm, ())) != len(clusters):
-            return intervals.UNDEFINED
-        left = dict(zip(order.tolist(), self.estimates[arm], strict=True))
         pairs = []
-        for cluster in np.unique(self.asked["cluster"][here]):
-            own = here & (self.asked["cluster"] == cluster)
-            blind = self.divergence[BLIND][own].mean()
-            if blind >= DAMAGE:
-                measured = max(self.divergence[arm][own].mean() / blind, 1e-6)
-                pairs.append((np.log(max(left[cluster], 1e-9)), np.log(measured)))
+        for arm in arms:
+            if len(self.estimates.get(arm, ())) != len(clusters):
+                continue
+            left = dict(zip(order.tolist(), self.estimates[arm], strict=True))
+            for cluster in np.unique(self.asked["cluster"][here]):
+                own = here & (self.asked["cluster"] == cluster)
+                blind = self.divergence[BLIND][own].mean()
+                if blind >= DAMAGE:
+                    measured = max(self.divergence[arm][own].mean() / blind, 1e-6)
+                    pairs.append((np.log(max(left[cluster], 1e-9)), np.log(measured)))
         if len(pairs) < 8:
             return intervals.UNDEFINED
         value = float(np.corrcoef(np.array(pairs).T)[0, 1])

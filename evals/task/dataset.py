@@ -134,7 +134,7 @@ class TaskDataset:
     """
 
     kinds = KINDS
-    groups: ClassVar[Mapping[str, Sequence[str]]] = {"all": KINDS}
+    groups: ClassVar[Mapping[str, Sequence[str]]] = {**{kind: [kind] for kind in KINDS}, "all": KINDS}
 
     def __init__(self, name: str, probes: tuple[str, ...]):
         self.name, self.probes = name, probes
