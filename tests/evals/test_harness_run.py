@@ -130,7 +130,7 @@ def test_a_name_says_method_budget_and_settings():
     arm = parse("cacheblend.budget=0.15")
     assert (arm.method, arm.tokens, arm.bytes, dict(arm.settings)) == ("cacheblend", 0.15, None, {})
     arm = parse("quantised.bits=3.axes=token")
-    assert (arm.tokens, dict(arm.settings)) == (1.0, {"bits": 3, "axes": "token"})
+    assert (arm.tokens, dict(arm.settings)) == (None, {"bits": 3, "axes": "token"})  # the method's own default
     assert parse("low_rank.bytes=0.05").bytes == 0.05
     for wrong in ("nothing", "blind.rank", "cacheblend.budget="):
         with pytest.raises(InputError, match="method"):

@@ -92,7 +92,7 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
             for value in values:
                 with pytest.raises(error):
                     kvp.Session(**{"backbone": backbone, name: value})
-        with pytest.raises(SessionError, match="got option 'colour'; expected one of around, certificate"):
+        with pytest.raises(SessionError, match="got option 'colour'; expected one of around, audit, certificate"):
             kvp.Session(backbone, colour="red")
         with pytest.raises(SessionError, match="got option 'kep'; expected 'keep', or another of around"):
             kvp.Session(backbone, kep=2)
