@@ -27,8 +27,8 @@ Weights = Mapping[str, Float[AnyArray, "L F"]]
 """A weight for each feature of each layer, by channel: an error in it counts that many times."""
 
 DEFAULT_SIZE = "15 %"
-"""Size of a patch where none is named: the smallest of the shares measured at which patches of two real models lose at
-most .3 of blind reuse's KL on every kind of text, at every length (docs/experiments/text.md)."""
+"""Size of a patch where none is named: the smallest measured at which no context of a corpus lost more than blind reuse
+does (docs/experiments/text.md)."""
 LEAST_DIRECTIONS = 4
 """Directions for each layer and channel that a share pays for at least, so that short chunks are not cut to nothing."""
 
