@@ -39,9 +39,9 @@ class Decoder:
         config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
         names = {name: name.removeprefix("model.").removeprefix("layers.") for name in tensors}
         weights = {short: tensors[name].astype(np.float64) for name, short in names.items()}
+        layers, heads, width = (config[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim"))
         sections = tuple(config["rope_scaling"]["mrope_section"])
-        sizes = (config[f"num_{word}"] for word in ("hidden_layers", "attention_heads"))
-        return cls(weights, *sizes, config["head_dim"], config["rope_theta"], config["rms_norm_eps"], sections)
+        return cls(weights, layers, heads, width, config["rope_theta"], config["rms_norm_eps"], sections)
 
     @classmethod
     def of_gguf(cls, path: Path) -> "Decoder":
