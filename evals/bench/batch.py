@@ -24,20 +24,20 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.batch import BatchReport, read_answers
 from kvpatch_jax.errors import ReuseWarning
-from kvpatch_jax.models import Buckets, ModelBackbone, load
+from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.models.random_weights import random_backbone
+from kvpatch_jax.patching import DEFAULT_SIZE
 
 from ..real_weights import weights_file
 from ..texts.dataset import draw_facts
 from .benchmark import Benchmark, BenchOptions, Sides, timed
-from .shapes import random_ids, tiny_config, with_buckets
+from .shapes import random_ids, tiny_config
 
 SIDES: Mapping[str, Mapping[str, Any]] = {
     "patched": {"reuse": "patched"},
     "blind": {"reuse": "blind", "audit": 0},
     "exact": {"reuse": "exact"},
 }
-RANK = 16
 STEPS = 8
 
 
@@ -63,12 +63,12 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
         ids = [random_ids(12, options.seed + number) for number in range(4)]
         fronts: list[list[Any]] = [[ids[0], ids[1]], [ids[2], ids[3]], [ids[1], ids[0]]]
         items = [{"front": front, "question": random_ids(4, options.seed + 9), "steps": 2} for front in fronts]
-        prepare = functools.partial(batch, lambda: with_buckets(make()), Questions(fronts, items))
+        prepare = functools.partial(batch, make, Questions(fronts, items))
         yield Benchmark("batch.answers", "tiny decoder", prepare)
         return
 
     def smollm2() -> ModelBackbone:
-        return load(weights_file("smollm2"), dtype="float32", buckets=Buckets())
+        return load(weights_file("smollm2"), dtype="float32")
 
     prepare = functools.partial(batch, smollm2, questions(options.seed))
     yield Benchmark("batch.answers", "SmolLM2-135M, 20 documents, 40 questions", prepare, large=True)
@@ -92,7 +92,7 @@ def questions(seed: int, documents: int = 20, people: int = 5) -> Questions:
 def warm(backbone: ModelBackbone, store: Any, fronts: list[list[Any]]) -> None:
     """Leaves canonicals, and patches of every document behind the one in front of it, in a store."""
     for front in fronts:
-        with kvp.Session(backbone, store, lead=0, rank=RANK) as session:
+        with kvp.Session(backbone, store, lead=0, rank=DEFAULT_SIZE) as session:
             for document in front:
                 session.add(document, kind="chunk")
     for document in {str(document): document for front in fronts for document in front}.values():
