@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -94,7 +93,7 @@ class SessionConfig:
             ("certificate", certificate, isinstance(certificate, Certificate | None), "a Certificate, or None"),
             ("reuse", self.reuse, known, f"one of {get_args(Reuse)}, or None"),
             ("reuse", self.reuse, str(self.reuse) != "certified" or certificate is not None, "a certificate beside it"),
-            ("kl", self.kl, number and 0 <= self.kl < math.inf, "nats, 0 or more"),
+            ("kl", self.kl, number and 0 <= self.kl < 2**63, "nats, 0 or more"),
             ("audit", self.audit, share and 0 <= self.audit <= 1, "a share of the answers, 0 to 1"),
             ("retriever", self.retriever, retriever, "a function, an object with `search`, or None"),
             ("around", around, pair, "two texts, before and after questions"),

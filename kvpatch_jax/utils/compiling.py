@@ -117,7 +117,9 @@ def _begin(event: str, value: float, **about: object) -> None:
     timer.daemon = True
     _local.timers = [*getattr(_local, "timers", ()), timer]
     if words is not None and words not in _announced:
-        timer.start()
+        # A process that ends starts no threads.
+        with contextlib.suppress(RuntimeError):
+            timer.start()
 
 
 def _end(event: str, duration_secs: float, **about: object) -> None:

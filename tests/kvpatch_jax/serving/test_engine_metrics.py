@@ -95,7 +95,7 @@ def test_names_and_words_are_fixed():
         "saved_tokens": points,
         "refusals": "not_stored_exactly not_stored beyond_certificate not_certified learning other_weights "
         "reads_no_cache unread cached not_allowed invalid_request lora embeddings other",
-        "formed": "canonicals prefills patches survivors known failed over_budget dropped unsaved",
+        "formed": "canonicals prefills patches survivors known refused failed over_budget dropped unsaved",
         "hook_failures": "",
         "reading_requests": "wait held",
     }
