@@ -189,7 +189,8 @@ def _descriptions() -> NamedTexts:
     """Yields the descriptions of the packages that are installed, without how each begins: badges and its name."""
     described: dict[str, str] = {}
     for package in importlib.metadata.distributions():
-        metadata = package.metadata
+        # A message, whose body is the description.
+        metadata: Any = package.metadata
         described[metadata["Name"]] = metadata.get("Description") or metadata.get_payload() or ""
     for name in _shuffled(list(described)):
         yield name, described[name][500:]

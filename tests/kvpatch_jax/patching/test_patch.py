@@ -222,7 +222,7 @@ def test_refuses_bad_ranks_and_input(unchecked):
     patch = form()
     (u, v), metadata = patch.factors["v"], patch.metadata
     with pytest.raises(NotFiniteError, match=r"'v'\]: got 1 values that are NaN"):
-        kvp.Patch({**patch.factors, "v": (u, v.at[0, 0, 0].set(jnp.inf))}, metadata)
+        kvp.Patch({**patch.factors, "v": (u, v.at[0, 0, 0].set(jnp.inf))}, metadata)  # pyright: ignore[reportAttributeAccessIssue]
     for factors, words in (([u, v], "factors: got a list"), ({"k": ([1.0], v)}, r"factors\['k'\]: got a float")):
         with pytest.raises(InputError, match=words):
             kvp.Patch(factors, metadata)

@@ -1,5 +1,6 @@
 """What a patch knows of itself: its readout error, sizes as shares with a floor, few bits, and refusal."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
+# pyright: reportCallIssue=false, reportOptionalOperand=false, reportOperatorIssue=false
 
 import dataclasses
 

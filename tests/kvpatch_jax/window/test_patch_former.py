@@ -196,6 +196,7 @@ def test_a_size_in_bytes_is_formed_once_and_a_patch_that_would_not_help_is_count
     patch = case.patch("c2")
     whole = patch.metadata.chunk.layout.bytes_per_token() * case.loop.window.piece("c2").entry.tokens
     assert patch.nbytes < 0.6 * whole
+    assert patch.predicted is not None
     assert patch.predicted < 1
     again = Traffic(rank="20 %", store=case.store)  # pyright: ignore[reportArgumentType]
     again.loop.append("c0", "c1", "c2")
