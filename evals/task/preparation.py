@@ -40,7 +40,7 @@ def prepared(
     if not arms:
         return {}
     batch, settings = draw(NUMBER, CONTEXTS), {}
-    shares = {arm.tokens for arm in arms if arm.method == "vlcache"}
+    shares = {arm.tokens or 0.0 for arm in arms if arm.method == "vlcache"}
     if shares:
         settings["vlcache"] = {"schedules": schedules(backbone, batch, sorted(shares))}
     if any(arm.method == "pooled" for arm in arms):
