@@ -4,12 +4,15 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 
 from ..errors import MissingExtraError
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+_IMPORTING = threading.RLock()
+"""Held while transformers is imported: what is changed for that is the process's, and several threads load models."""
 
 
 def require(module: str, package: str, extra: str = "models") -> ModuleType:
@@ -30,7 +33,7 @@ def require(module: str, package: str, extra: str = "models") -> ModuleType:
     try:
         if package != "transformers":
             return importlib.import_module(module)
-        with _without_advice():
+        with _IMPORTING, _without_advice():
             return _import_beside_torch(module)
     except ImportError as error:
         raise MissingExtraError(
