@@ -69,8 +69,7 @@ class ByteBudget:
         expect_kind(chunk, Chunk, "ByteBudget.share", "a Chunk")
         if not isinstance(share, float | int) or isinstance(share, bool) or not 0 < share < 1e6:
             raise InputError(f"ByteBudget.share: got {share!r:.80}; expected a number above 0")
-        whole = chunk.layout.bytes_per_token() * chunk.length + chunk.layout.transition_bytes(jnp.bfloat16)
-        return cls(int(share * whole), relative)
+        return cls(int(share * _whole_bytes(chunk)), relative)
 
 
 def budget_of(chunk: Chunk, size: str, dtype: jax.typing.DTypeLike) -> ByteBudget:
@@ -87,13 +86,13 @@ def budget_of(chunk: Chunk, size: str, dtype: jax.typing.DTypeLike) -> ByteBudge
     number, is_share = parse_size(size, "patch")
     if not is_share:
         return ByteBudget(int(number))
-    share, least = ByteBudget.share(chunk, number), 0
+    least = 0
     for channel in chunk.layout.channels:
         rows = channel.rows_for(chunk.length)
         direction = _direction_bytes(channel.rows_for(chunk.tokens), channel.features, dtype)
         # With what a further rank takes in the table of rows.
         least += min(LEAST_DIRECTIONS, rows, channel.features) * chunk.layout.depth(channel.name) * (direction + 2)
-    return ByteBudget(max(share.nbytes, least))
+    return ByteBudget(max(int(number * _whole_bytes(chunk)), least))
 
 
 def parse_size(size: str, what: str) -> tuple[float, bool]:
@@ -105,7 +104,15 @@ def parse_size(size: str, what: str) -> tuple[float, bool]:
     match = _PERCENT.fullmatch(size.strip())
     if match is not None and float(match[1]) > 0:
         return float(match[1]) / 100, True
-    return size_of(size, f"{what}: rank", 1), False
+    try:
+        return size_of(size, f"{what}: rank", 1), False
+    except InputError as error:
+        raise InputError(f"{error}, or a share of the KV above 0 such as '15 %'") from None
+
+
+def _whole_bytes(chunk: Chunk) -> int:
+    """Counts the bytes of a chunk's KV in 16 bits, padding left out; a transition once."""
+    return chunk.layout.bytes_per_token() * chunk.length + chunk.layout.transition_bytes(jnp.bfloat16)
 
 
 def _direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> int:
