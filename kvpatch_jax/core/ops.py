@@ -28,8 +28,12 @@ from .rope import rope_tables
 from .rope import rotate as rotate
 
 Leaf = Array | PackedArray
-DIRECTIONS, RANKS = Buckets(64, 1), Buckets(8, 2)
-"""Sizes to which directions of all layers, and those of one layer, are padded in programs."""
+_POWERS = Buckets(64, 1)
+
+
+def padded_directions(count: int) -> int:
+    """Returns the size to which directions of all layers are padded in programs: 32, 64, 128, …"""
+    return _POWERS.round_up(max(count, 32))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("u", "v", "rows"), meta_fields=())
@@ -79,12 +83,12 @@ class RaggedFactors:
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return self
         # Zeros of codes, scales and numbers alike decode to zeros.
-        size = DIRECTIONS.round_up(self.v.shape[0])
+        size = padded_directions(self.v.shape[0])
         u, v = jax.tree.map(functools.partial(_zeros_behind, axis=0, size=size), (self.u, self.v))
         rows = np.asarray(self.rows, np.int32)
         total = jax.tree.leaves(u)[0].shape[0]
         # A padded place is that of no direction; so is the number of those that were there, whose row is zero now.
-        short = RANKS.round_up(rows.shape[1]) - rows.shape[1]
+        short = _POWERS.round_up(max(rows.shape[1], 8)) - rows.shape[1]
         rows = np.pad(rows, [(0, 0), (0, short)], constant_values=total)
         return RaggedFactors(u, v, jax.device_put(rows))
 

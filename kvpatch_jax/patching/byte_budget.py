@@ -229,7 +229,7 @@ def form_ragged(
         rows[taken] = np.arange(total)
         # Numbers of all directions, layer by layer; the selection is padded with the first one, and cut on the host.
         layer, rank = np.nonzero(taken)
-        index = np.zeros((2, ops.DIRECTIONS.round_up(total)), np.int32)
+        index = np.zeros((2, ops.padded_directions(total)), np.int32)
         index[:, :total] = layer, rank
         _, u, v = found[name]
         pair = _jitted_selection(u, v, index, None if weights is None else jnp.asarray(weights[name]), dtype)

@@ -173,12 +173,12 @@ def test_many_budgets_share_programs():
 @pytest.mark.slow
 def test_smaller_patches_of_a_budget():
     kv = conditioned()
-    patch = kvp.form_patch(CHUNK, kv, ByteBudget(4000), A, layers=[0, 2], dtype="float32")
+    patch = kvp.form_patch(CHUNK, kv, ByteBudget(4000), A, layers=[0, 2], dtype="float32", dense=False)
     assert patch.metadata.layers == (0, 2)
     assert kvp.keep_layers(patch, [2]).nbytes < patch.nbytes
     assert kvp.quantise(patch, "int4").nbytes < patch.nbytes / 4
     assert patch_digest(patch) != patch_digest(kvp.truncate(patch, 1))
-    capped = kvp.truncate(kvp.form_patch(CHUNK, kv, ByteBudget(9000), A, dtype="float32"), 2)
+    capped = kvp.truncate(kvp.form_patch(CHUNK, kv, ByteBudget(9000), A, dtype="float32", dense=False), 2)
     assert max(capped.ranks.values()) == 2
     removed = kvp.removal_patch(CHUNK, kv, conditioned(seed=6), ByteBudget(2000), ["B"], ["A", "B"], dtype="float32")
     assert removed.nbytes <= 2000
