@@ -23,6 +23,7 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.models import load
+from kvpatch_jax.utils.compiling import COMPILING
 
 from .benchmark import Benchmark, BenchOptions, Sides
 
@@ -34,8 +35,6 @@ SIZES = (
 """Height and width of the images: 64 to 225 tokens of 28 by 28 pixels."""
 QUESTIONS = ("unit of seed?", "unit of seed? unit of seed?", "unit of seed? unit of seed? unit of seed?")
 STEPS, KEEP = 50, 3
-COMPILED = "/jax/core/compile/backend_compile_duration"
-"""jax's event of a program that was compiled, or found compiled."""
 
 
 def suite(options: BenchOptions) -> Iterator[Benchmark]:
@@ -76,7 +75,7 @@ def loop(steps: int) -> dict[str, Any]:
     programs = collections.Counter[str]()
 
     def heard(event: str, duration_secs: float, **about: str | int) -> None:
-        if event == COMPILED:
+        if event == COMPILING:
             programs[str(about["fun_name"])] += 1
 
     jax.monitoring.register_event_duration_secs_listener(heard)

@@ -7,6 +7,7 @@ from .basis import fit_basis as fit_basis
 from .basis import form_in_basis as form_in_basis
 from .basis import with_basis as with_basis
 from .byte_budget import DEFAULT_SIZE as DEFAULT_SIZE
+from .byte_budget import LEAST_DIRECTIONS as LEAST_DIRECTIONS
 from .byte_budget import ByteBudget as ByteBudget
 from .byte_budget import parse_size as parse_size
 from .canonical import conditioned as conditioned

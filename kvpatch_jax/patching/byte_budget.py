@@ -8,6 +8,7 @@ The least error over all is not what a model reads, though: the first layers hav
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -44,55 +45,51 @@ class ByteBudget:
       relative: 0 compares directions by their energy, which leaves the least error over all; 1 by their share of the
         energy of their layer and channel, so that layers of small numbers are corrected as far as others; between, by
         energy over that power of the layer's.
+      least: directions for each layer and channel that are paid for on average, whatever `nbytes` says.
 
     Raises:
-      InputError: a number below 1, or none; `relative` outside 0 to 1.
+      InputError: a number below 1, or none; `relative` outside 0 to 1; `least` below 0.
     """
 
     nbytes: int
     relative: float | int = 0.5
+    least: int = 0
 
     def __post_init__(self) -> None:
         power = self.relative
         if isinstance(power, bool) or not isinstance(power, float | int) or not 0 <= power <= 1:
             raise InputError(f"ByteBudget.relative: got {self.relative!r:.80}; expected a number from 0 to 1")
+        if not is_whole(self.least, 0):
+            raise InputError(f"ByteBudget.least: got {self.least!r:.80}; expected a whole number from 0")
         if not is_whole(self.nbytes, 1):
             raise InputError(f"ByteBudget.nbytes: got {self.nbytes!r:.80}; expected a whole number from 1")
 
     @classmethod
-    def share(cls, chunk: Chunk, share: float | int, relative: float | int = 0.5) -> "ByteBudget":
+    def share(cls, chunk: Chunk, share: float | int, relative: float | int = 0.5, least: int = 0) -> "ByteBudget":
         """Returns a share of the bytes of a chunk's KV in 16 bits, padding left out; a transition counts once.
 
         Raises:
-          InputError: a share that is not above 0, or one of less than a byte.
+          InputError: a share that is not above 0, or one of less than a byte, where `least` is 0.
         """
         expect_kind(chunk, Chunk, "ByteBudget.share", "a Chunk")
         if not isinstance(share, float | int) or isinstance(share, bool) or not 0 < share < 1e6:
             raise InputError(f"ByteBudget.share: got {share!r:.80}; expected a number above 0")
-        return cls(int(share * _whole_bytes(chunk)), relative)
+        whole = chunk.layout.bytes_per_token() * chunk.length + chunk.layout.transition_bytes(jnp.bfloat16)
+        return cls(max(int(share * whole), min(least, 1)), relative, least)
 
 
-def budget_of(chunk: Chunk, size: str, dtype: jax.typing.DTypeLike) -> ByteBudget:
+def budget_of(chunk: Chunk, size: str) -> ByteBudget:
     """Reads the size of a patch that is given as text.
 
     Args:
       size: bytes ("12 kB"), or a share of the chunk's KV in 16 bits ("15 %"), of at least `LEAST_DIRECTIONS` directions
         for each layer and channel.
-      dtype: of the factors, by which directions count.
 
     Raises:
       InputError: it cannot be read.
     """
     number, is_share = parse_size(size, "patch")
-    if not is_share:
-        return ByteBudget(int(number))
-    least = 0
-    for channel in chunk.layout.channels:
-        rows = channel.rows_for(chunk.length)
-        direction = _direction_bytes(channel.rows_for(chunk.tokens), channel.features, dtype)
-        # With what a further rank takes in the table of rows.
-        least += min(LEAST_DIRECTIONS, rows, channel.features) * chunk.layout.depth(channel.name) * (direction + 2)
-    return ByteBudget(max(int(number * _whole_bytes(chunk)), least))
+    return ByteBudget.share(chunk, number, least=LEAST_DIRECTIONS) if is_share else ByteBudget(int(number))
 
 
 def parse_size(size: str, what: str) -> tuple[float, bool]:
@@ -108,11 +105,6 @@ def parse_size(size: str, what: str) -> tuple[float, bool]:
         return size_of(size, f"{what}: rank", 1), False
     except InputError as error:
         raise InputError(f"{error}, or a share of the KV above 0 such as '15 %'") from None
-
-
-def _whole_bytes(chunk: Chunk) -> int:
-    """Counts the bytes of a chunk's KV in 16 bits, padding left out; a transition once."""
-    return chunk.layout.bytes_per_token() * chunk.length + chunk.layout.transition_bytes(jnp.bfloat16)
 
 
 def _direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> int:
@@ -195,13 +187,18 @@ def form_ragged(
     if any(len(shape) != 4 for shape in shapes.values()):
         raise ShapeError(f"{what}: got a batch with a ByteBudget; expected one chunk")
     found = _jitted_directions(dict(delta), None if weights is None else dict(weights))
-    values, costs, columns, index_dtype = {}, {}, {}, {}
-    power = budget.relative
-    for name, (singular, _, _) in found.items():
-        layers, tokens, features = shapes[name][0], shapes[name][1], shapes[name][2] * shapes[name][3]
+    values, costs, columns, index_dtype, limits = {}, {}, {}, {}, {}
+    power, nbytes = budget.relative, 0
+    for name, (_, tokens, *heads) in shapes.items():
+        features = math.prod(heads)
+        costs[name] = _direction_bytes(tokens, features, dtype)
         # A transition's part has no padding: all of its rows count.
-        own = tokens if name in PARTS else length
-        limit = min(own, features)
+        limits[name] = min(tokens if name in PARTS else length, features)
+        # With what a further rank takes in the table of rows.
+        nbytes += min(budget.least, limits[name]) * shapes[name][0] * (costs[name] + 2)
+    nbytes = max(nbytes, budget.nbytes)
+    for name, (singular, _, _) in found.items():
+        layers, limit = shapes[name][0], limits[name]
         # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
         host = np.minimum.accumulate(np.asarray(singular)[:, :limit].clip(0), axis=1)
         values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)
@@ -209,15 +206,14 @@ def form_ragged(
             # A layer of next to nothing, such as the roundings of the first one, has no claim to a share of its own.
             norms = np.linalg.norm(np.asarray(singular, np.float64), axis=1, keepdims=True)
             values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** power
-        costs[name] = _direction_bytes(tokens, features, dtype)
         # The budget bounds how many rows there are.
-        index_dtype[name] = np.int16 if min(layers * limit, budget.nbytes // costs[name]) < 1 << 15 else np.int32
+        index_dtype[name] = np.int16 if min(layers * limit, nbytes // costs[name]) < 1 << 15 else np.int32
         columns[name] = layers * np.dtype(index_dtype[name]).itemsize
 
-    ranks = choose_directions(values, costs, budget.nbytes, columns)
+    ranks = choose_directions(values, costs, nbytes, columns)
     least = min(costs[name] + columns[name] for name in costs)
-    if budget.nbytes < least:
-        raise InputError(f"{what}: got a budget of {budget.nbytes} bytes; expected at least {least}, for one direction")
+    if nbytes < least:
+        raise InputError(f"{what}: got a budget of {nbytes} bytes; expected at least {least}, for one direction")
 
     factors: ops.Factors = {}
     for name, own in ranks.items():

@@ -147,7 +147,7 @@ def from_deficit(
 ) -> Patch:
     """Forms the patch of a deficit over the layers of its metadata; arguments and errors as of `form_patch`."""
     stored_dtype = factor_dtype(chunk, dtype, rank)
-    budget = budget_of(chunk, rank, stored_dtype) if isinstance(rank, str) else rank
+    budget = budget_of(chunk, rank) if isinstance(rank, str) else rank
     what = f"factors of chunk {chunk.id!r} in {stored_dtype}"
     if weights is not None:
         check_weights(weights)

@@ -15,6 +15,7 @@ from ..core import WHOLE, KVEncoding, PackedArray, arrays_of, to_engine
 from ..errors import InputError
 from ..patching import (
     DEFAULT_SIZE,
+    LEAST_DIRECTIONS,
     Basis,
     ByteBudget,
     apply_patch,
@@ -94,18 +95,16 @@ def patch(
             raise InputError(f"patch.{setting}: got {value!r:.80}; expected one of {words}")
 
     names = layout.names if channels is None else (layout.channel(channels).name,)
-    size = None if rank is None else dict.fromkeys(names, rank) if rank else None
-    if rank is None and allowed:
-        # A share has a floor, as where users ask for it.
-        size = ByteBudget(allowed, relative)
-        if budget.share is not None and relative == ByteBudget.relative:
-            size = f"{100 * budget.share:.6g} %"
+    size = ByteBudget(allowed, relative) if rank is None and allowed else dict.fromkeys(names, rank) if rank else None
     layers = range(from_layer, layout.layers) if from_layer else None
     pieces = []
     # A budget is of one chunk.
     for part in spliced_chunks(backbone, splice, base, encoding, single=rank is None):
         part, formed = _rotated(part) if frame == "engine" else part, None
         if size is not None:
+            # A share has the floor that it has where users ask for it.
+            if isinstance(size, ByteBudget) and budget.share is not None:
+                size = ByteBudget.share(part.chunk, budget.share, relative, LEAST_DIRECTIONS)
             formed = form_patch(
                 part.chunk, part.conditioned, size, ANTECEDENT, layers=layers, method="exact", dtype=dtype, force=True
             )

@@ -98,7 +98,11 @@ def test_a_share_has_a_floor_and_text_is_read():
     chunk = chunk_of("gqa", length=24)
     whole = chunk.layout.bytes_per_token() * chunk.length
     assert kvp.form_patch(chunk, kv_of(chunk.layout, 24, seed=7), "40 %", A, dense=False).nbytes <= 0.4 * whole
-    assert kvp.form_patch(chunk, conditioned_of(chunk), "0.0001 %", A).nbytes > 0  # the floor
+    floor = kvp.form_patch(chunk, conditioned_of(chunk), "0.0001 %", A)
+    least = kvp.patching.ByteBudget.share(chunk, 1e-9, least=LEAST_DIRECTIONS)
+    assert floor.nbytes == kvp.form_patch(chunk, conditioned_of(chunk), least, A).nbytes > 0
+    with pytest.raises(InputError, match="least"):
+        kvp.patching.ByteBudget(100, least=-1)
     for size in ("0 %", "ten %", "-3 %", "%"):
         with pytest.raises(InputError, match="rank"):
             kvp.form_patch(chunk, conditioned_of(chunk), size, A)
