@@ -85,11 +85,11 @@ PRAGMA user_version = {FORMAT};
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-    """A thread's connection, and whether it is in use."""
+    """A thread's connection, and a lock that is held while it reads."""
 
     db: sqlite3.Connection
     thread: threading.Thread
-    busy: bool = False
+    reading: threading.Lock
 
 
 class NewFile(NamedTuple):
@@ -299,7 +299,7 @@ class Index:
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             return connection
-        with file_errors(f"store {self.root}"):
+        with self._connections_lock, file_errors(f"store {self.root}"):
             db = sqlite3.connect(
                 f"file:{_quoted(self.path)}?mode=rw",  # never creates: the root may be being removed
                 uri=True,
@@ -309,20 +309,25 @@ class Index:
                 check_same_thread=False,
             )
             db.executescript(_PRAGMAS)
-        connection = self._local.connection = _Connection(db, threading.current_thread())
-        with self._connections_lock:
-            ended = [other for other in self._connections if not other.thread.is_alive()]
-            self._connections = [other for other in self._connections if other not in ended] + [connection]
-        for other in ended:
-            other.db.close()
+            for other in [other for other in self._connections if not other.thread.is_alive()]:
+                self._connections.remove(other)
+                other.db.close()
+            connection = self._local.connection = _Connection(db, threading.current_thread(), threading.Lock())
+            self._connections.append(connection)
         return connection
 
     def before_fork(self) -> None:
-        """Keeps other threads from being within a transaction at a fork."""
+        """Keeps other threads from connecting, reading and writing at a fork."""
         self._write_lock.acquire()
+        self._connections_lock.acquire()
+        for connection in self._connections:
+            connection.reading.acquire()
 
     def after_fork(self) -> None:
         """Goes on in the process that forked."""
+        for connection in self._connections:
+            connection.reading.release()
+        self._connections_lock.release()
         self._write_lock.release()
 
     def forked(self) -> None:
@@ -332,9 +337,8 @@ class Index:
         would end a log that this process still writes.
         """
         for connection in self._connections:
-            if not connection.busy:  # another thread was reading, which does not exist here: its lock is never released
-                connection.db.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
-                connection.db.close()
+            connection.db.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
+            connection.db.close()
         self._connections, self._local, self._touched = [], threading.local(), {}
         self._write_lock, self._connections_lock = threading.Lock(), threading.Lock()
 
@@ -348,13 +352,11 @@ class Index:
 
     def _fetch(self, query: str, values: tuple, fetch: Callable[[sqlite3.Cursor], Any]) -> Any:
         connection = self._connect()
-        connection.busy = True
         try:
-            return fetch(connection.db.execute(query, values))
+            with connection.reading:
+                return fetch(connection.db.execute(query, values))
         except (sqlite3.Error, UnicodeError) as error:
             raise self._failed(error) from error
-        finally:
-            connection.busy = False
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
@@ -429,8 +431,9 @@ class Index:
         with contextlib.suppress(KVPatchError), self.write():
             pass
         self._closed = True
-        for connection in self._connections:
-            connection.db.close()
+        with self._connections_lock:
+            for connection in self._connections:
+                connection.db.close()
         self._unlock()
 
     # ------------------------------------------------------------------------------------------------- operations
