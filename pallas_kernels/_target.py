@@ -53,3 +53,11 @@ def interpretation() -> Any:
     """Returns how kernels are to be interpreted: False where they are compiled."""
     aimed = _TARGET.get()
     return False if aimed is None else aimed.interpret
+
+
+def require_hopper() -> None:
+    """Raises NotImplementedError where the process's own GPU has other instructions than Hopper's."""
+    if jax.default_backend() == "gpu":
+        capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+        if capability != "9.0":
+            raise NotImplementedError(f"a GPU of compute capability {capability}; expected 9.0")

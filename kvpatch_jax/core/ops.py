@@ -238,10 +238,7 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
     if is_low_rank(factors):
         arguments: dict = {}
         for name, leaf in zip("uv", factors, strict=True):
-            # Kernels multiply by scales themselves. Others are decoded for all layers at once: they are small.
-            if isinstance(leaf, PackedArray) and leaf.scaled:
-                arguments[f"{name}_scale"] = _spread(leaf.scale, layers, total)
-                leaf = leaf.planes[0]
+            # Decoded for all layers at once: they are small.
             arguments[name] = _spread(value_of(leaf), layers, total)
         return arguments
 
@@ -330,7 +327,7 @@ def _layer_program(
     return program
 
 
-_LAYERED = ("u", "v", "u_scale", "v_scale", "dense")
+_LAYERED = ("u", "v", "dense")
 """Keyword arguments of the kernels whose first axis is that of layers."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from .._dispatch import choose, kernel_module
+from .._dispatch import Case, dispatch, kernel_module
 from .._target import interpretation
 from ..errors import KernelError
 from . import reference
@@ -29,8 +29,7 @@ def block_product(
       x: blocks of rows / M rows, one behind the other.
       which: each block's matrix, int32. Numbers that are no matrix's must not occur in the first `used` blocks.
       used: how many blocks, the first ones, are asked for. What the others' rows hold in the result is not defined.
-      implementation: "xla", "gpu", or several in order of preference. None: the platform's kernel where it was asked
-        for (`preferring`, `targeting`) and takes these arguments, else "xla".
+      implementation: "xla", "gpu", or several in order of preference. None: as in `rotate_patch`.
 
     Raises:
       KernelError: blocks of unequal size, or rows of another width than the matrices';
@@ -58,10 +57,12 @@ def what_runs(rows: int, dtype: Any, stack: Any, implementation: str | Sequence[
       KernelUnavailableError: as `block_product`.
     """
 
-    def refusal():
-        return kernel_module("block_product", "gpu").unsupported(rows, dtype, stack)
+    def run(name: str) -> str:
+        if name == "gpu":
+            kernel_module("block_product", "gpu").check(rows, dtype, stack)
+        return name
 
-    return choose("block_product", implementation, {"gpu": refusal})
+    return dispatch(Case("block_product"), implementation, run, kernels=("gpu",))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..hopper.prepare import unsuitable_device
+from .._operands import refuse
+from .._target import require_hopper
 
 ROWS = (64, 128)
 """Rows that a block may have: what one warpgroup's accumulator holds."""
@@ -26,16 +27,17 @@ COUNTED = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 """Whether a kernel can say what it costs: since jax 0.12."""
 
 
-def unsupported(rows: int, dtype: Any, stack: Any) -> str | None:
-    """Returns why the kernel cannot take blocks of so many rows, of this dtype, and such matrices; None if it can."""
+def check(rows: int, dtype: Any, stack: Any) -> None:
+    """Raises NotImplementedError for blocks of so many rows, of this dtype, or matrices that the kernel cannot take."""
+    require_hopper()
     depth, columns = stack.shape[-2:]
-    if rows not in ROWS:
-        return f"blocks of {rows} rows; expected one of {ROWS}"
-    if dtype != stack.dtype or dtype not in SIXTEEN_BITS:
-        return f"rows of {jnp.dtype(dtype)} and matrices of {stack.dtype}; expected one dtype of 16 bits"
-    if not depth or depth % DEPTH or not columns or columns % COLUMNS[-1]:
-        return f"matrices of {depth} × {columns}; expected multiples of {DEPTH} and {COLUMNS[-1]}"
-    return unsuitable_device()
+    sizes = not depth or depth % DEPTH or not columns or columns % COLUMNS[-1]
+    dtypes = f"rows of {jnp.dtype(dtype)} and matrices of {stack.dtype}; expected one dtype of 16 bits"
+    refuse(
+        (rows not in ROWS, f"blocks of {rows} rows; expected one of {ROWS}"),
+        (dtype != stack.dtype or dtype not in SIXTEEN_BITS, dtypes),
+        (bool(sizes), f"matrices of {depth} × {columns}; expected multiples of {DEPTH} and {COLUMNS[-1]}"),
+    )
 
 
 def kernel(
@@ -46,7 +48,7 @@ def kernel(
     *,
     interpret: Any = False,
 ) -> Float[Array, "rows I"]:
-    """Computes what `reference.block_product` does of the first `used` blocks, for what `unsupported` lets pass."""
+    """Computes what `reference.block_product` does of the first `used` blocks, for what `check` lets pass."""
     count, depth, width = len(which), *stack.shape[1:]
     rows = len(x) // count
     columns = next(size for size in COLUMNS if width % size == 0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Num
 
-from .._dispatch import choose
+from .._dispatch import Case, dispatch
 from .._target import platform
 from ..errors import KernelError
 from . import derivative, reference
@@ -48,7 +48,7 @@ def factorise(
       KernelError: rank out of range, or unknown `method` or `orthonormal`.
       KernelUnavailableError: unknown or unavailable implementation.
     """
-    choose("factorise", implementation)
+    dispatch(Case("factorise"), implementation, str, kernels=())
     if method not in METHODS:
         raise KernelError(f"factorise: got method {method!r}; expected one of {METHODS}")
 

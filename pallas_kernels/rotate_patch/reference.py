@@ -6,13 +6,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .._operands import Operands, spread
+from .._operands import Codes, Operands, spread
 
 
-def widened(value: Num[Array, "*axes"], scale: Float[Array, "*#axes"] | None) -> Float[Array, "*axes"]:
-    """Widens stored numbers to the float32 ones that they and their scale stand for."""
-    value = value.astype(jnp.float32)
-    return value if scale is None else value * scale
+def decoded(x: Num[Array, "*leading T K H"] | Codes) -> Float[Array, "*leading T K H"]:
+    """Returns cached vectors in float32, codes by least + scale · code, rounded to bfloat16."""
+    if not isinstance(x, Codes):
+        return x.astype(jnp.float32)
+    tokens, half = x.codes.shape[-2:]
+    axis, along = (-1, 2 * half) if x.by_token else (-2, tokens)
+    numbers = jnp.concatenate([x.codes & 15, x.codes >> 4], -1).astype(jnp.float32)
+
+    def of_numbers(value: Array) -> Array:
+        repeated = jnp.repeat(value.astype(jnp.float32), x.group, axis, total_repeat_length=value.shape[axis] * x.group)
+        return jax.lax.slice_in_dim(repeated, 0, along, axis=repeated.ndim + axis)
+
+    step = of_numbers(x.scale)
+    value = (numbers - 8.0) * step if x.least is None else numbers * step + of_numbers(x.least)
+    return jax.lax.reduce_precision(value, 8, 7).reshape(x.shape)
 
 
 def product(
@@ -95,7 +106,7 @@ def _by_layer(operands: Operands) -> bool:
     type.
     """
     x, cos = operands.x, operands.cos
-    if x.ndim <= 3 or jax.typeof(x).sharding.spec[0] is not None or (cos is not None and cos.ndim >= x.ndim - 1):
+    if isinstance(x, Codes) or x.ndim <= 3 or jax.typeof(x).sharding.spec[0] is not None or (cos is not None and cos.ndim >= x.ndim - 1):
         return False
     layered = [leaf for leaf in operands._replace(cos=None, sin=None) if leaf is not None]
     return all(leaf.shape[: x.ndim - 3] == x.shape[:-3] for leaf in layered)
@@ -103,10 +114,9 @@ def _by_layer(operands: Operands) -> bool:
 
 def _rotate_patch(operands: Operands, length: Array | None, *, layout: str, out_dtype: jax.typing.DTypeLike) -> Array:
     x = operands.x
-    value = widened(x, operands.x_scale)
+    value = decoded(x)
     if operands.u is not None and operands.v is not None:
-        u, v = _factor(operands.u, operands.u_scale), _factor(operands.v, operands.v_scale)
-        value = value + product(u, v, x.shape[-2])
+        value = value + product(_factor(operands.u), _factor(operands.v), x.shape[-2])
 
     if operands.dense is not None:
         value = value + operands.dense.astype(jnp.float32)
@@ -118,6 +128,6 @@ def _rotate_patch(operands: Operands, length: Array | None, *, layout: str, out_
     return value.astype(out_dtype)
 
 
-def _factor(value: Num[Array, "*axes"], scale: Float[Array, "*#axes"] | None) -> Float[Array, "*axes"]:
-    """Returns a factor as the product takes it: eight-bit and scaled ones widened, others as they are stored."""
-    return value if scale is None and value.dtype.itemsize > 1 else widened(value, scale)
+def _factor(value: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """Returns a factor as the product takes it: one of eight bits widened, others as they are stored."""
+    return value if value.dtype.itemsize > 1 else value.astype(jnp.float32)

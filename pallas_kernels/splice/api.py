@@ -8,8 +8,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
-from .._dispatch import choose, kernel_module
-from .._operands import Operands, padded_width
+from .._dispatch import Case, dispatch, kernel_module
+from .._operands import Codes, Operands, padded_width, refuse, spread
 from .._target import interpretation
 from ..errors import KernelError
 from . import reference
@@ -21,7 +21,7 @@ Length = Int[Array, ""] | int | np.integer | None
 def splice(
     pool: Float[Array, "*leading P O K _"],
     slots: Slots,
-    x: Num[Array, "*leading T K H"],
+    x: Float[Array, "*leading T K H"] | Codes,
     cos: Float[Array, "*angles #T half"] | None = None,
     sin: Float[Array, "*angles #T half"] | None = None,
     u: Num[Array, "*left T M"] | None = None,
@@ -31,9 +31,6 @@ def splice(
     layout: str = "half",
     scale: float = 1.0,
     length: Length = None,
-    x_scale: Float[Array, "*scaled 1 K H"] | None = None,
-    u_scale: Float[Array, "*scaled_left 1 M"] | None = None,
-    v_scale: Float[Array, "*scaled_right M 1"] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*leading P O K _"]:
     """Writes R · (x + u v) · scale into a paged pool, in place: token t goes to slot `slots[t]`.
@@ -47,56 +44,52 @@ def splice(
       slots: int32, traced or concrete. Concrete slots are checked on the host for range and uniqueness; of traced ones
         those out of range are written nowhere; a slot named twice holds one of the values on the XLA path, and on a
         GPU or TPU possibly part of one and part of another, for their kernels write a vector in several copies.
-      x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, layout, scale: as in `rotate_patch`. An x without a
-        scale has the pool's dtype.
+      x, cos, sin, u, v, dense, layout, scale: as in `rotate_patch`; an array x has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
-      implementation: "xla", "gpu", "tpu", or several in order of preference. None: "xla", unless `preferring` or
-        `targeting` say otherwise.
+      implementation: as in `rotate_patch`.
 
     Returns:
       The pool. Arithmetic is float32, rounded once to its dtype.
 
     Raises:
       KernelError: a concrete slot out of range, or two alike;
-      slots that are not integers, x of another dtype than the pool, or scales as in `rotate_patch`;
-      arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
+      slots that are not integers, or x of another dtype than the pool; arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
-    operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
+    operands = Operands(x, cos, sin, u, v, dense)
     operands.check("splice", layout)
     _check_pool(pool, slots, operands)
-    width = pool.shape[-1]
-
-    def refusal(platform: str) -> str | None:
-        # Kernels get rows as wide as the pool's: asked by shapes, for nothing is made before all is checked.
-        wide = operands
-        if x.shape[-1] != width:
-            wide = jax.eval_shape(lambda operands: operands.with_width(width), operands)
-        return kernel_module("splice", platform).unsupported(pool, wide, layout)
-
-    unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
-    chosen = choose("splice", implementation, unsupported)
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
+    operands = operands.with_angles_scaled(scale)
+    length = None if length is None else jnp.asarray(length, jnp.int32)
 
-    if chosen != "xla":
-        operands = operands.with_width(width)
-    return _jitted(
-        jnp.asarray(pool),
-        jnp.asarray(slots, jnp.int32),
-        operands.with_angles_scaled(scale),
-        None if length is None else jnp.asarray(length, jnp.int32),
-        implementation=chosen,
-        layout=layout,
-        interpret=interpretation(),
-    )
+    def run(name: str) -> Array:
+        plan = {"implementation": name, "layout": layout, "interpret": interpretation()}
+        return _jitted(jnp.asarray(pool), jnp.asarray(slots, jnp.int32), operands, length, **plan)
+
+    case = Case("splice", x.shape[-2] == 1, u is not None, isinstance(x, Codes))
+    return dispatch(case, implementation, run)
 
 
 def _write(pool, slots, operands, length, *, implementation: str, layout: str, interpret) -> Array:
     """Returns the pool with R · (x + u v + dense) at `slots`, by the implementation that was chosen."""
     if implementation == "xla":
         return reference.splice(pool, slots, operands, length, layout=layout)
+    operands.refuse(pool.dtype)
     kernel = kernel_module("splice", implementation).kernel
-    return kernel(pool, slots, operands, length, layout=layout, interpret=interpret)
+    return kernel(pool, slots, _widened(operands, pool.shape[-1]), length, layout=layout, interpret=interpret)
+
+
+def _widened(operands: Operands, width: int) -> Operands:
+    """Puts zeros behind each head up to `width` channels: kernels write whole rows."""
+    if operands.x.shape[-1] == width:
+        return operands
+    refuse((isinstance(operands.x, Codes), f"codes of heads of {operands.x.shape[-1]}; expected the pool's {width}"))
+    v = operands.v
+    if v is not None:
+        v = spread(v.reshape(*v.shape[:-1], *operands.x.shape[-2:]), 0, width)
+        v = v.reshape(*v.shape[:-2], -1)
+    return operands._replace(x=spread(operands.x, 0, width), v=v)
 
 
 _jitted = jax.jit(_write, static_argnames=("implementation", "layout", "interpret"), donate_argnames="pool")
@@ -139,7 +132,7 @@ def _check_pool(pool: Array, slots: Slots, operands: Operands) -> None:
         raise KernelError(f"splice: got pool {pool.shape}; expected {wanted}")
     if slots.shape != (tokens,):
         raise KernelError(f"splice: got slots of shape {slots.shape}; expected [{tokens}]")
-    if operands.x_scale is None and x.dtype != pool.dtype:
+    if x.dtype != pool.dtype:
         raise KernelError(f"splice: got x of dtype {x.dtype}; expected the pool's {pool.dtype}")
     if v is not None and v.shape[-2] > v.shape[-1]:
         raise KernelError(f"splice: got rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")

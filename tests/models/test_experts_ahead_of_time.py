@@ -14,7 +14,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from kvpatch_jax.models.attention import Mask, attention
 from kvpatch_jax.models.decoder.grouped import mix_experts
-from pallas_kernels._ahead_of_time import SHARED_MEMORY, compile_for_h200, compile_for_tpu
+from pallas_kernels._ahead_of_time import SHARED_MEMORY, compile_for
 from tests.models.test_experts import MODEL, mix_30b, shapes_of_30b
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
@@ -33,7 +33,7 @@ def temporaries(compiled: Any) -> float:
 @pytest.mark.parametrize(("tokens", "most"), [(1, 8), (4096, 600), (16384, 800)])
 def test_a_v5e_copies_no_layers_experts(tokens, most):
     """The compiler counts its own grouped kernel, and of a loop over tokens or blocks one trip."""
-    compiled = compile_for_tpu("v5e:2x2", mix_30b, shapes_of_30b(tokens, LAYERS))
+    compiled = compile_for("v5e:2x2", mix_30b, shapes_of_30b(tokens, LAYERS))
     assert temporaries(compiled) <= most
     cost: Any = compiled.cost_analysis()
     if tokens == 1:  # one block of eight
@@ -53,7 +53,7 @@ def test_an_h200_copies_no_layers_experts(tokens, most):
     mix = lambda x, index, weights, stack, layer: mix_experts(
         x, index, weights, stack, jax.nn.silu, layer=layer, implementation="blockwise"
     )
-    compiled = compile_for_h200(mix, shapes_of_30b(tokens))
+    compiled = compile_for("NVIDIA H200", mix, shapes_of_30b(tokens))
     assert temporaries(compiled) <= most
     assert jax.tree.leaves(compiled.output_shardings)
 
@@ -65,7 +65,7 @@ def test_kernel_on_an_h200(tokens, most, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    compiled = compile_for_h200(mix_30b, shapes_of_30b(tokens))
+    compiled = compile_for("NVIDIA H200", mix_30b, shapes_of_30b(tokens))
     assert temporaries(compiled) <= most
     assert (compiled.as_text() or "").count('custom_call_target="mosaic_gpu') == 3
     reports, resources, programs = (
@@ -83,7 +83,7 @@ def test_kernel_on_an_h200(tokens, most, tmp_path, monkeypatch):
 
 @needs_cuda
 def test_the_kernels_memory_does_not_grow_with_tokens():
-    assert temporaries(compile_for_h200(mix_30b, shapes_of_30b(16384))) <= 300
+    assert temporaries(compile_for("NVIDIA H200", mix_30b, shapes_of_30b(16384))) <= 300
 
 
 @needs_cuda
@@ -91,7 +91,7 @@ def test_ragged_dot_on_an_h200_multiplies_every_expert():
     """Why it is not taken there: a row of every expert for every pair is 16 GiB, at one layer's shape."""
     spec, (experts, width, inner) = jax.ShapeDtypeStruct, (MODEL[name] for name in ("experts", "width", "inner"))
     arrays = spec((32768, width), jnp.bfloat16), spec((experts, width, inner), jnp.bfloat16)
-    compiled = compile_for_h200(jax.lax.ragged_dot, (*arrays, spec((experts,), jnp.int32)))
+    compiled = compile_for("NVIDIA H200", jax.lax.ragged_dot, (*arrays, spec((experts,), jnp.int32)))
     assert temporaries(compiled) >= experts * 32768 * width * 2 / 2**20
 
 
@@ -102,7 +102,7 @@ def test_cudnn_attention_on_an_h200(window, monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
     query, key = (jax.ShapeDtypeStruct((1, 16384, heads, 128), jnp.bfloat16) for heads in (28, 4))
     mask = Mask(causal=True, window=window)
-    compiled = compile_for_h200(lambda q, k, v: attention(q, k, v, mask, scale=0.1), (query, key, key))
+    compiled = compile_for("NVIDIA H200", lambda q, k, v: attention(q, k, v, mask, scale=0.1), (query, key, key))
     text = compiled.as_text() or ""
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
     assert '"mask_type": "CAUSAL"' in text

@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
+from pallas_kernels._ahead_of_time import compile_for
 from tests.models.compiled_memory import (
     TWELVE_MEGAPIXELS,
     Program,
@@ -38,8 +38,8 @@ devices = pytest.mark.parametrize(
 
 def compiled_on(device: str, program: Program):
     if device == "h200":
-        return compile_for_h200(program.function, program.arguments, program.donate)
-    return compile_for_tpu("v5e:2x2", program.function, program.arguments, program.donate)
+        return compile_for("NVIDIA H200", program.function, program.arguments, program.donate)
+    return compile_for("v5e:2x2", program.function, program.arguments, program.donate)
 
 
 def temporaries_on(device: str, program: Program) -> float:
@@ -76,6 +76,6 @@ def test_a_tower_over_12_megapixels(device):
 def test_splash_attention_for_a_tpu():
     """Taken unasked while compiling for one: a kernel in every layer, and no larger than the blockwise form's."""
     program = prefill_program(16384, layers=LAYERS)
-    made = compile_for_tpu("v5e:2x2", program.function, program.arguments)
+    made = compile_for("v5e:2x2", program.function, program.arguments)
     assert temporaries(made) < 3
     assert "splash" in (made.as_text() or "")

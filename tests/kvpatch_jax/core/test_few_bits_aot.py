@@ -10,7 +10,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import encode_kv, ops, quantised
-from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
+from pallas_kernels._ahead_of_time import compile_for
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 pytestmark = pytest.mark.aot
@@ -48,10 +48,10 @@ def arguments_of(word: str | None) -> tuple:
     ],
 )
 def test_encoded_chunks_take_a_third_and_one_layer_is_unpacked(device):
-    compile_for = compile_for_h200 if device == "H200" else functools.partial(compile_for_tpu, "v5e:2x2")
+    kind = "NVIDIA H200" if device == "H200" else "v5e:2x2"
     found = {}
     for word in (None, "k4v4"):
-        compiled = compile_for(functools.partial(ops.apply, LAYOUT), arguments_of(word))
+        compiled = compile_for(kind, functools.partial(ops.apply, LAYOUT), arguments_of(word))
         memory = compiled.memory_analysis()
         found[word] = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     layer = TOKENS * 512 * 4 * 2

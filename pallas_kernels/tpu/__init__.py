@@ -1,1 +1,0 @@
-"""What the kernels for TPUs share: their arguments and grids, and the arithmetic of one block."""
