@@ -102,7 +102,7 @@ def write_piece(
     describe_program("write_piece", f"placing of {len(slots)} tokens")
     arguments = ops.operator_arguments(layout, factors, local, start, layers)
 
-    def write(pools: Pools, values: Mapping[str, Array], arguments: Mapping[str, Any], layer: Any = None) -> Pools:
+    def write(pools: Pools, values: Mapping[str, Any], arguments: Mapping[str, Any], layer: Any = None) -> Pools:
         """Writes rows of all layers in one launch, or those of one layer."""
         engine, source = dict(pools.engine), dict(pools.source)
         for name, value in values.items():
