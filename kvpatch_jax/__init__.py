@@ -38,6 +38,7 @@ Modules:
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
@@ -128,6 +129,11 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
+    if name == "__version__":
+        try:
+            return importlib.metadata.version("kvpatch_jax")
+        except importlib.metadata.PackageNotFoundError:
+            return "0+unknown"  # a checkout that is not installed
     if name in _LAZY:
         return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; expected one of {', '.join(__all__)}")

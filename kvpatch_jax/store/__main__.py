@@ -1,4 +1,4 @@
-"""Command line for operators: `python -m kvpatch_jax.store ls ROOT`. It shows keyed names, never ids."""
+"""Command line for operators: `kvpatch store ls ROOT`. It shows keyed names, never ids."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m kvpatch_jax.store", description="Looks after a store's root, which may be in use.")
+    parser = _Parser("kvpatch store", description="Looks after a store's root, which may be in use.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, (_, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -75,18 +75,24 @@ def _store(options: argparse.Namespace) -> Iterator[Objects | str]:
 def _ls(options: argparse.Namespace) -> int:
     with _index(options) as (index, tenant):
         if not options.json:
-            print(f"{'bytes':>13}  {'kind':<7}  {'used':<19}  {'expires':<19}  tenant/name")
+            print(f"{'bytes':>13}  {'kind':<9}  {'used':<16}  {'expires':<16}  tenant/name")
         for owner, name, kind, size, used, expires, _ in listed_rows(index, tenant):
             row = {"tenant": owner, "name": name, "kind": kind, "bytes": size, "used": used, "expires": expires}
-            text = f"{size:>13,}  {kind:<7}  {_when(used)}  {_when(expires)}  {owner}/{name}"
+            place = "/".join(_short(part) for part in (options.tenant or owner, *name.split("/")))
+            text = f"{size:>13,}  {kind:<9}  {_when(used)}  {_when(expires)}  {place}"
             print(json.dumps(row) if options.json else text)
     return 0
 
 
+def _short(part: str) -> str:
+    """Cuts a digest to what tells it from others on a line; --json has all of it."""
+    return f"{part[:8]}…" if len(part) >= 24 else part
+
+
 def _when(seconds: float | None) -> str:
     if seconds is None:
-        return f"{'-':<19}"
-    return f"{datetime.datetime.fromtimestamp(min(seconds, 2e11), datetime.UTC):%Y-%m-%dT%H:%M:%S}"
+        return f"{'-':<16}"
+    return f"{datetime.datetime.fromtimestamp(min(seconds, 2e11), datetime.UTC):%Y-%m-%dT%H:%M}"
 
 
 def _stat(options: argparse.Namespace) -> int:

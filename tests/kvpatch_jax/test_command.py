@@ -1,0 +1,32 @@
+"""The command `kvpatch`: what it says of an installation, and what it runs."""
+
+import importlib.metadata
+
+import pytest
+
+import kvpatch_jax
+from kvpatch_jax import __main__ as command
+
+
+def test_it_says_versions_devices_extras_and_caches(monkeypatch: pytest.MonkeyPatch, capsys):
+    lines = ["jax>=0.11", 'pillow>=11; extra == "models"', 'no-such-package>=1; extra == "store"']
+    monkeypatch.setattr(command, "requires", lambda name: lines)
+    assert command.missing_packages() == {"models": [], "store": ["no-such-package"]}
+    assert command.main([]) == 0
+    said = capsys.readouterr().out
+    assert kvpatch_jax.__version__ == importlib.metadata.version("kvpatch_jax")
+    assert f"kvpatch_jax {kvpatch_jax.__version__}, jax " in said
+    assert "missing no-such-package: pip install 'kvpatch_jax[store]'" in said
+    assert "cpu" in said
+
+
+def test_it_names_its_commands_and_refuses_others(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+    assert command.main(["--help"]) == 0
+    assert "kvpatch measure" in capsys.readouterr().out
+    assert command.main(["frobnicate"]) == 2
+    assert "got 'frobnicate'; expected store, run" in capsys.readouterr().err
+    assert command.main(["store", "ls", str(tmp_path / "nothing")]) == 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["run"]) == 2
+    assert "expected the folder of a checkout" in capsys.readouterr().err
