@@ -1,4 +1,4 @@
-"""Command line: `kvpatch`, `kvpatch store …`, and from a checkout `kvpatch run`, `measure`, `certify`, `bench`, `train`."""
+"""Command line: `kvpatch`, `kvpatch store …`, and from a checkout the programs of `evals`, such as `kvpatch run`."""
 
 import importlib.util
 import os
