@@ -5,8 +5,11 @@ once and a missing package is named before it is needed.
 """
 
 import importlib.util
+import logging
+import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +23,8 @@ def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EX
     """Starts a program: `if __name__ == "__main__": program.start(main, "…: loading libraries")`.
 
     Prints `message`, parses the flags that are defined, keeps compiled programs for the next run (`keep_compiled`),
-    silences jax's remarks on missing platforms, and ends with status 1 and one line on a typed error (`KVPatchError`).
+    silences jax's remarks on missing platforms, and ends with one line on a typed error (`KVPatchError`, status 1) and
+    on Ctrl-C (status 130).
 
     Args:
       main: the program; it imports jax and the rest of the evaluation.
@@ -37,6 +41,10 @@ def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EX
         print(message, flush=True)
 
     from absl import app
+    from absl import logging as absl_logging
+
+    # What is compiled, and other remarks, as plain lines.
+    absl_logging.get_absl_handler().setFormatter(logging.Formatter("%(message)s"))
 
     def begin(arguments: list[str]) -> None:
         if len(arguments) > 1:
@@ -47,11 +55,32 @@ def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EX
 
         keep_compiled()
         try:
-            main()
+            _interruptibly(main)
         except KVPatchError as error:
             raise SystemExit(f"error: {error}") from None
 
     app.run(begin)
+
+
+def _interruptibly(main: Callable[[], None]) -> None:
+    """Runs a program in a thread, so that Ctrl-C ends it at once, whatever compiles or computes; parts are on disk."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            main()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr, flush=True)
+        os._exit(130)
+    if errors:
+        raise errors[0]
 
 
 def define_sharing(shards: int) -> None:
