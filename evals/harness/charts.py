@@ -24,8 +24,8 @@ def draw_chart(lookup: Lookup, chart: Mapping[str, Any], out: Path) -> Path | No
     """Draws one chart: a line per method, a point per setting; narrow enough for a telephone.
 
     Args:
-      chart: file, title, probe, model; x, y: metrics; x_label, y_label; lines: names of arms by the line that joins
-        them; reference: an arm drawn as a horizontal line.
+      chart: file, title, probe, model; x, y: metrics; x_label, y_label; log: whether y is on a log axis, of numbers
+        above zero; lines: names of arms by the line that joins them; reference: an arm drawn as a horizontal line.
 
     Returns:
       The PNG, or None where nothing of it was measured.
@@ -51,6 +51,8 @@ def draw_chart(lookup: Lookup, chart: Mapping[str, Any], out: Path) -> Path | No
                 axis.axhline(level, color=REFERENCE_COLOUR, linewidth=1, linestyle="--", label=reference)
         if not drawn:
             return None
+        if chart.get("log"):
+            axis.set_yscale("log")
         axis.set(title=chart.get("title", ""), xlabel=chart.get("x_label", chart["x"]), ylabel=chart.get("y_label"))
         axis.legend(frameon=False, fontsize=7.5)
         figure.savefig(out / chart["file"], dpi=160)
@@ -63,6 +65,6 @@ def _points(
     points = []
     for arm in arms:
         x, y = (lookup.get(**place, arm=arm, metric=chart[name]).value for name in ("x", "y"))
-        if math.isfinite(x) and math.isfinite(y):
+        if math.isfinite(x) and math.isfinite(y) and (y > 0 or not chart.get("log")):
             points.append((x, y))
     return points
