@@ -354,6 +354,8 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
     except InputError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
+        if str(name).lower().endswith(".pdf"):
+            raise InputError(f"{name}: got a PDF; expected images of its pages, as pypdfium2 renders them") from error
         raise InputError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
 
 
