@@ -33,7 +33,7 @@ def cells_of(path: Path) -> list[str]:
 
 
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if blocks_of(path) or cells_of(path)]
-FAST = ("certificates",)
+FAST = ("measure",)
 """Pages that run by default; others take more than a few seconds."""
 FIRST = {DOCS / "start.md": (DOCS / "example.py").read_text("utf-8")}
 """What a page shows from a file, in front of its blocks."""
@@ -41,7 +41,6 @@ HOLDS = {
     "extending": "page_error < 1e-5 and chain['blind'] < chain['deep_half.share=0.5']",
     "hybrids": "np.allclose(whole['state'], again['state'], atol=1e-5)",
     "jax-engines": "error < 0.05",
-    "repairs": "repaired.flops > 0",
     "serving": "kv['k'].shape[1] == len(slots)",
     "traces": "[event.op for event in trace.events] == ['add']",
 }
