@@ -155,7 +155,7 @@ def timeline() -> str:
     meanings = (
         ("computed", "one forward over its tokens"),
         ("rotated", "moved to its new position, no forward"),
-        ("recalled", "from the store, or one forward"),
+        ("recalled", "one forward, or from the store"),
         ("kept", "stays where it is; T: the pinned text"),
     )
     for row, (state, meaning) in enumerate(meanings):
