@@ -148,9 +148,9 @@ def timeline() -> str:
     y = 40 + 46 * len(STEPS) + 14
     parts += [
         line(10, y - 12, WIDTH - 10, y - 12),
-        text(10, y + 14, "computed", 14, INK, weight="bold"),
-        text(90, y + 14, f"{session_total}, recalled 1", 16, INK),
-        text(243, y + 14, f"{cache_total}", 16, INK),
+        text(10, y + 14, "in all", 14, INK, weight="bold"),
+        text(90, y + 14, f"{session_total} + 1 recalled", 16, INK),
+        text(243, y + 14, f"{cache_total} computed", 16, INK),
     ]
     meanings = (
         ("computed", "one forward over its tokens"),
