@@ -124,10 +124,11 @@ def commands() -> list[tuple[str, str]]:
         for block in blocks_of(path, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 lines += [(path.stem, part.strip()) for part in line.split("&&") if "python -m " in part]
+        lines += [(path.stem, part) for part in re.findall(r"`(python -m [^`]+)`", path.read_text("utf-8"))]
     return lines
 
 
-def test_programs_in_shell_blocks_exist_and_take_the_flags():
+def test_programs_of_the_pages_exist_and_take_the_flags():
     assert len(commands()) > 15
     for page, command in commands():
         words = shlex.split(command, comments=True)
