@@ -2,7 +2,7 @@
 
 It runs in the environment that `tests/serving/run` installs, each scenario in a process with an engine of its own. A
 scenario writes its rows to WORK/NAME.json, and is not run again while they are there. --turns makes a preview;
---publish writes docs/serving.json, from which `python -m evals.harness.pages` fills docs/experiments/vllm.md.
+--publish writes docs/serving.json, from which `python -m evals.harness.pages` fills docs/guides/vllm.md.
 
   sliding      every turn brings an image; the last eight are in the window
   reopened     every turn opens three to five of six images, in another order
