@@ -1,7 +1,7 @@
 """What tells one family of checkpoints from another: a handful of functions, and no class to derive from.
 
 A family reads `config.json` into a `FamilyConfig`, names a module with `.decoder` and, with images,
-`.encode(pixel_values, plan)`, and says where its tensors go. `docs/guides/adding-a-family.md` writes one.
+`.encode(pixel_values, plan)`, and says where its tensors go. `docs/guides/extending.md` writes one.
 """
 
 import dataclasses

@@ -38,11 +38,10 @@ FAST = ("certificates",)
 FIRST = {DOCS / "start.md": (DOCS / "example.py").read_text("utf-8")}
 """What a page shows from a file, in front of its blocks."""
 HOLDS = {
-    "extending": "page_error < 1e-5 and chain['blind'] < chain['deep_half.share=0.5']",
+    "extending": "page_error < 1e-5 and chain['blind'] < chain['lower_half.share=0.5']",
     "hybrids": "np.allclose(whole['state'], again['state'], atol=1e-5)",
-    "jax-engines": "error < 0.05",
-    "repairs": "repaired.flops > 0",
-    "serving": "kv['k'].shape[1] == len(slots)",
+    "jax-model": "error < 0.05",
+    "operators": "kv['k'].shape[1] == len(slots) and repaired.flops > 0",
     "traces": "[event.op for event in trace.events] == ['add']",
 }
 """What holds at the end of a page that asserts nothing itself."""
