@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def share(value: float) -> str:
     """Writes a share in per cent, two digits where it is small."""
     percent = 100 * value
+    if 0 < percent < 0.05:
+        return "< 0.1 %"
     if percent == 0 or percent >= 10:
         return f"{percent:.0f} %"
     return f"{percent:.0f} %" if percent >= 2 else f"{percent:.1f} %"
@@ -65,8 +67,9 @@ def pivot(lookup: Lookup, table: Mapping[str, Any]) -> tuple[list[str], list[lis
     Args:
       lookup: the rows of a run.
       table: down: "arm", "model", "probe" or "metric", what lines differ in. lines: their values, or [value, label]
-        pairs; left out: all that occur. columns: tables with `head`, and `metric`, `arm`, `probe`, `model` where they
-        differ from the spec's own; `form` as of `cell`. Other keys: the default of each coordinate.
+        pairs, or triples with words of their own; left out: all that occur. columns: tables with `head`, and `metric`,
+        `arm`, `probe`, `model` where they differ from the spec's own; `form` as of `cell`, or "words" for a line's own.
+        Other keys: the default of each coordinate.
 
     Returns:
       The head, and lines of cells; what was not measured is "–", and a line without any number is left out.
@@ -79,6 +82,9 @@ def pivot(lookup: Lookup, table: Mapping[str, Any]) -> tuple[list[str], list[lis
         value, words = labelled(line)
         cells = []
         for column in columns:
+            if column.get("form") == "words":
+                cells.append(line[2])
+                continue
             place = {**default, down: value, **{name: column[name] for name in column if name not in ("head", "form")}}
             cells.append(cell(lookup.get(**place), column.get("form", table.get("form", "three"))))
         if set(cells) != {"–"}:

@@ -34,7 +34,7 @@ FAST = ("measure",)
 FIRST = {DOCS / "start.md": (DOCS / "example.py").read_text("utf-8")}
 """What a page shows from a file, in front of its blocks."""
 HOLDS = {
-    "extending": "page_error < 1e-5 and chain['blind'] < chain['deep_half.share=0.5']",
+    "extending": "page_error < 1e-5 and chain['blind'] < chain['lower_half.share=0.5']",
     "hybrids": "np.allclose(together['state'], again['state'], atol=1e-5)",
     "jax-model": "error < 0.05",
     "operators": "repaired.flops > 0",

@@ -16,7 +16,7 @@ from kvpatch_jax import models
 from kvpatch_jax.errors import WeightsError
 from tests.goldens.load import GOLDENS, golden_arrays, golden_prompt, write_checkpoint
 
-HOW_TO = Path(__file__).parents[2] / "docs" / "guides" / "adding-a-family.md"
+HOW_TO = Path(__file__).parents[2] / "docs" / "guides" / "extending.md"
 RENAMED = {
     "language_model.model.": "llm.",
     "language_model.lm_head.": "llm.out.",
