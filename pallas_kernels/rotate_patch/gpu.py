@@ -112,16 +112,13 @@ def inputs_of(operands: Operands, form: Form) -> dict[str, Input]:
 
 def _steps(codes: Codes, values: Array, span: int) -> Input:
     """Describes scales: a row for every group among a block's tokens or, by token, among a part's columns."""
-    group = codes.group
+    count = max(1, (span if codes.by_token else ROWS) // codes.group)
+    rows = count * codes.group
     if not codes.by_token:
-        count = max(1, ROWS // group)
-        return Input(
-            values, (None, count, span), lambda layer, tile, item: (layer, tile * ROWS // (group * count), item)
-        )
+        return Input(values, (None, count, span), lambda layer, tile, item: (layer, tile * ROWS // rows, item))
     # Tokens last, as many as make whole 16 bytes, which is what the copy engine takes.
     values = jnp.pad(jnp.swapaxes(values, 1, 2), ((0, 0), (0, 0), (0, -values.shape[1] % 8)))
-    count = max(1, span // group)
-    return Input(values, (None, count, ROWS), lambda layer, tile, item: (layer, item * span // (group * count), tile))
+    return Input(values, (None, count, ROWS), lambda layer, tile, item: (layer, item * span // rows, tile))
 
 
 def _decoded(codes: Codes, blocks: dict[str, Any], part: int) -> Array:
@@ -189,19 +186,15 @@ def run_tiles(
     # Registers are loaded for whole blocks, without a look at how many tokens there are.
     tables = [jnp.pad(table, ((0, -tokens % ROWS), (0, 0))) for table in tables]
 
-    # Two blocks per processor where they fit: one computes while the other waits. They work in waves, and each has
-    # about two layers' time of its own.
+    # Two blocks per processor where they fit: one computes while the other waits.
     step = sum(math.prod(size or 1 for size in leaf.shape) * leaf.array.dtype.itemsize for leaf in inputs.values())
     kept = 2 * ROWS * span * 2 + 1024
-    plans = [(blocks, steps) for blocks in (2, 1) for steps in (4, 3, 2, 1)]
-    plans = [(blocks, steps) for blocks, steps in plans if blocks * (kept + steps * step) <= SHARED_MEMORY]
-    refuse((not plans, f"rank {operands.rank}, {step} bytes of a layer; expected what shared memory holds"))
-    at_once, in_flight = PROCESSORS * plans[0][0], plans[0][1]
-
-    def time(share: int) -> int:
-        return -(-tiles * items * (layers // share) // at_once) * (share + 2)
-
-    share = min((share for share in range(1, layers + 1) if layers % share == 0), key=time)
+    resident = 2 if 2 * (kept + 2 * step) <= SHARED_MEMORY else 1
+    in_flight = min(4, (SHARED_MEMORY // resident - kept) // step)
+    refuse((in_flight < 1, f"rank {operands.rank}, {step} bytes of a layer; expected what shared memory holds"))
+    # They work in waves, and each has about two layers' time of its own.
+    waves = {share: -(-tiles * items * (layers // share) // (PROCESSORS * resident)) for share in range(1, layers + 1)}
+    share = min((share for share in waves if layers % share == 0), key=lambda share: waves[share] * (share + 2))
 
     def body(length_ref, *refs, buffer):
         tile, item, split = (jax.lax.axis_index(name) for name in ("tile", "item", "split"))

@@ -19,26 +19,10 @@ from ..rotate_patch.gpu import ROWS, Form, as_words, run_tiles
 
 EIGHT = 8
 """Tokens that leave together."""
-SCATTERED, NOWHERE = -1, -2
-"""In place of an eight's first slot: tokens that leave one by one, and eights of which no token goes anywhere."""
-
-
-def places(
-    slots: Int[Array, " T"], length: Int[Array, ""] | None, total: int
-) -> tuple[Int[Array, " _"], Int[Array, " _"]]:
-    """Returns where tokens go, −1 for nowhere, padded to whole blocks; and for every eight its first slot where its
-    slots follow each other, `SCATTERED` or `NOWHERE`. The pool has `total` slots.
-    """
-    tokens = jnp.arange(len(slots), dtype=jnp.int32)
-    goes = (slots >= 0) & (slots < total) & (tokens < (len(slots) if length is None else length))
-    slots = jnp.pad(jnp.where(goes, slots, -1), (0, -len(slots) % ROWS), constant_values=-1)
-    eights = slots.reshape(-1, EIGHT)
-    follow = (eights == eights[:, :1] + jnp.arange(EIGHT, dtype=jnp.int32)).all(-1) & (eights[:, 0] >= 0)
-    return slots, jnp.where(follow, eights[:, 0], jnp.where((eights < 0).all(-1), NOWHERE, SCATTERED))
 
 
 def send(refs: tuple[Any, Any, Any], part: Any, layer: Any, start: Any, columns: Any) -> None:
-    """Starts the copies of 64 tokens to their slots."""
+    """Starts the copies of 64 tokens to their slots; −1 is none, and of an eight one by one."""
     slots, eights, pool = refs
 
     def copy(row, count: int, slot) -> None:
@@ -50,7 +34,7 @@ def send(refs: tuple[Any, Any, Any], part: Any, layer: Any, start: Any, columns:
         first = eights[(start + row) // EIGHT]
         pl.when(first >= 0)(lambda: copy(row, EIGHT, first))
 
-        @pl.when(first == SCATTERED)
+        @pl.when(first < 0)
         def _():
             for token in range(EIGHT):
                 slot = slots[start + row + token]
@@ -75,8 +59,14 @@ def kernel(
     In place where the pool is donated to the program that this is traced in.
     """
     form, total = Form.of(operands, layout), math.prod(pool.shape[-4:-2])
+    counted = jnp.arange(len(slots)) < (len(slots) if length is None else length)
+    slots = jnp.where((slots >= 0) & (slots < total) & counted, slots, -1)
+    slots = jnp.pad(slots, (0, -len(slots) % ROWS), constant_values=-1)
+    eights = slots.reshape(-1, EIGHT)
+    follow = (eights == eights[:, :1] + jnp.arange(EIGHT, dtype=jnp.int32)).all(-1)
     rows = pool.reshape(-1, total, math.prod(pool.shape[-2:]))
     # A mutable reference of which the kernel writes a part, so that XLA makes no second pool.
     reference = jax.new_ref(as_words(rows) if form.words else rows)
-    run_tiles(send, form, operands, length, (*places(slots, length, total), reference), interpret=interpret)
+    places = slots, jnp.where(follow, eights[:, 0], -1), reference
+    run_tiles(send, form, operands, length, places, interpret=interpret)
     return jax.lax.bitcast_convert_type(jax.freeze(reference), jnp.bfloat16).reshape(pool.shape)

@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import Codes, KernelUnavailableError, rotate_patch, splice, targeting
 from pallas_kernels.shapes import SMALL, ChunkShape, draw
-from pallas_kernels.splice import gpu
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 BY_NAME = {shape.name: shape for shape in SMALL}
@@ -98,14 +97,6 @@ def test_a_pool_without_layers_and_factors_shared_by_layers():
         both = rotate_patch(**twice, length=9 - LAST, implementation="gpu")
     assert_near(pool.reshape(16, *exact.shape[2:])[2 : 11 - LAST], exact[0, :-LAST])
     assert_near(both, np.concatenate([exact] * 2))
-
-
-def test_eights_are_found_where_slots_follow_each_other():
-    slots = np.arange(100, 132, dtype=np.int32)
-    slots[9] = 7
-    places, eights = gpu.places(jnp.asarray(slots), jnp.int32(27), 130)
-    np.testing.assert_array_equal(places, [*slots[:27], *[-1] * 37])
-    assert eights.tolist() == [100, gpu.SCATTERED, 116, gpu.SCATTERED, *[gpu.NOWHERE] * 4]
 
 
 def test_the_gradient_is_the_reference_s():
