@@ -163,6 +163,44 @@ def _rounded(first: Array, second: Array, words: bool) -> Array:
     return low | (high << 16)
 
 
+def _computed(
+    operands: Operands, form: Form, blocks: dict[str, Any], part: int, angles: list[Array], count: Array
+) -> Array:
+    """Computes R · (x + u v) of a part, zeros but for the first `count` tokens, as it is stored."""
+    coded = isinstance(operands.x, Codes)
+    value = _decoded(operands.x, blocks, part) if coded else _read(blocks["x"], form.words)
+    if operands.rank:
+
+        def multiply(total):
+            plgpu.wgmma(total, blocks["u"], blocks[f"v{part}"])
+            return total[...]
+
+        value = value + pl.run_scoped(multiply, plgpu.ACC((ROWS, form.span)))
+    first, second = value[:, : form.span // 2], value[:, form.span // 2 :]
+    if angles:
+        cos, sin = angles
+        first, second = first * cos - second * sin, second * cos + first * sin
+    # Not a product with 0: padding may hold what is not a number.
+    counted = plgpu.broadcasted_iota(jnp.int32, first.shape, 0, layout=plgpu.Layout.WGMMA) < count
+    return _rounded(jnp.where(counted, first, 0.0), jnp.where(counted, second, 0.0), form.words)
+
+
+def _plan(inputs: dict[str, Input], form: Form) -> tuple[int, int]:
+    """Chooses how many layers a block has, and how many of them are in flight."""
+    layers, tokens, _ = inputs["x"].array.shape
+    layer = sum(math.prod(size or 1 for size in leaf.shape) * leaf.array.dtype.itemsize for leaf in inputs.values())
+    results = 2 * ROWS * form.span * 2 + 1024
+    # Two blocks per processor where they fit: one computes while the other waits.
+    resident = 2 if 2 * (results + 2 * layer) <= SHARED_MEMORY else 1
+    in_flight = min(4, (SHARED_MEMORY // resident - results) // layer)
+    refuse((in_flight < 1, f"factors of {layer} bytes a block; expected what shared memory holds"))
+    # Blocks work in waves, and each has about two layers' time of its own.
+    blocks = -(-tokens // ROWS) * form.items
+    waves = {share: -(-blocks * (layers // share) // (PROCESSORS * resident)) for share in range(1, layers + 1)}
+    share = min((share for share in waves if layers % share == 0), key=lambda share: waves[share] * (share + 2))
+    return share, in_flight
+
+
 def run_tiles(
     send: Callable[..., None],
     form: Form,
@@ -178,76 +216,53 @@ def run_tiles(
       send: starts the copies of 64 tokens of a layer: `send(refs, part, layer, start, columns)`, with the references of
         `places` and of `out_type`, the tokens in shared memory, the first token, and which columns these are.
     """
-    inputs, (parts, span, items, words) = inputs_of(operands, form), form
-    (layers, tokens, _), half = inputs["x"].array.shape, span // 2
-    tiles, dtype, sent = -(-tokens // ROWS), jnp.dtype(jnp.uint32 if words else jnp.bfloat16), half if words else span
+    inputs = inputs_of(operands, form)
+    share, in_flight = _plan(inputs, form)
+    layers, tokens, _ = inputs["x"].array.shape
     length = jnp.full((1,), tokens, jnp.int32) if length is None else length.reshape(1)
     tables = [flat(leaf, 2)[0].astype(jnp.float32) for leaf in (operands.cos, operands.sin) if leaf is not None]
     # Registers are loaded for whole blocks, without a look at how many tokens there are.
     tables = [jnp.pad(table, ((0, -tokens % ROWS), (0, 0))) for table in tables]
+    dtype, columns = (jnp.uint32, form.span // 2) if form.words else (jnp.bfloat16, form.span)
+    results = plgpu.SMEM((2, ROWS, columns), dtype, transforms=swizzled(columns, jnp.dtype(dtype)))
 
-    # Two blocks per processor where they fit: one computes while the other waits.
-    step = sum(math.prod(size or 1 for size in leaf.shape) * leaf.array.dtype.itemsize for leaf in inputs.values())
-    kept = 2 * ROWS * span * 2 + 1024
-    resident = 2 if 2 * (kept + 2 * step) <= SHARED_MEMORY else 1
-    in_flight = min(4, (SHARED_MEMORY // resident - kept) // step)
-    refuse((in_flight < 1, f"rank {operands.rank}, {step} bytes of a layer; expected what shared memory holds"))
-    # They work in waves, and each has about two layers' time of its own.
-    waves = {share: -(-tiles * items * (layers // share) // (PROCESSORS * resident)) for share in range(1, layers + 1)}
-    share = min((share for share in waves if layers % share == 0), key=lambda share: waves[share] * (share + 2))
-
-    def body(length_ref, *refs, buffer):
+    def body(length_ref, *refs, results):
         tile, item, split = (jax.lax.axis_index(name) for name in ("tile", "item", "split"))
-        start, first_layer, wgmma = tile * ROWS, split * share, plgpu.Layout.WGMMA
-        table_refs, input_refs = refs[: len(tables)], refs[len(tables) :][: len(inputs)]
-        place_refs = refs[len(tables) + len(inputs) :]
-        counted = plgpu.broadcasted_iota(jnp.int32, (ROWS, half), 0, layout=wgmma) < length_ref[0] - start
-        angles = [plgpu.load(ref.at[pl.ds(start, ROWS)], layout=wgmma, optimized=False) for ref in table_refs]
+        start, first_layer, count = tile * ROWS, split * share, len(tables) + len(inputs)
+        table_refs, input_refs, place_refs = refs[: len(tables)], refs[len(tables) : count], refs[count:]
+        places = [ref.at[pl.ds(start, ROWS)] for ref in table_refs]
+        angles = [plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False) for place in places]
 
         def step(indices, *blocks):
-            blocks, layer = dict(zip(inputs, blocks, strict=True)), first_layer + indices[0]
-            for part in range(parts):
-                coded = isinstance(operands.x, Codes)
-                value = _decoded(operands.x, blocks, part) if coded else _read(blocks["x"], words)
-                if operands.rank:
-
-                    def multiply(total, part=part):
-                        plgpu.wgmma(total, blocks["u"], blocks[f"v{part}"])
-                        return total[...]
-
-                    value = value + pl.run_scoped(multiply, plgpu.ACC((ROWS, span)))
-                first, second = value[:, :half], value[:, half:]
-                if angles:
-                    cos, sin = angles
-                    first, second = first * cos - second * sin, second * cos + first * sin
-                # Not a product with 0: padding may hold what is not a number.
-                first, second = jnp.where(counted, first, 0.0), jnp.where(counted, second, 0.0)
-
+            blocks = dict(zip(inputs, blocks, strict=True))
+            for part in range(form.parts):
+                computed = _computed(operands, form, blocks, part, angles, length_ref[0] - start)
                 # The copies of the part before the last have read the memory that this one overwrites.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                result = buffer.at[(indices[0] * parts + part) % 2]
-                result[...] = _rounded(first, second, words)
+                result = results.at[(indices[0] * form.parts + part) % 2]
+                result[...] = computed
                 plgpu.commit_smem()
-                send(place_refs, result, layer, start, pl.ds((part * items + item) * sent, sent))
+                place = pl.ds((part * form.items + item) * columns, columns)
+                send(place_refs, result, first_layer + indices[0], start, place)
                 plgpu.commit_smem_to_gmem_group()
 
         def spec(leaf: Input):
             def index(step):
-                return leaf.index(first_layer + step, tile, leaf.part * items + item)
+                return leaf.index(first_layer + step, tile, leaf.part * form.items + item)
 
             return plgpu.BlockSpec(leaf.shape, index, transforms=leaf.transforms)
 
         specs = [spec(leaf) for leaf in inputs.values()]
         pipeline = plgpu.emit_pipeline(step, grid=(share,), in_specs=specs, max_concurrent_steps=in_flight)
         # Tokens behind the length are zeros in a result, and have no slot in a pool.
-        pl.when((start < length_ref[0]) | (not places))(lambda: pipeline(*input_refs))
+        pl.when((start < length_ref[0]) | bool(out_type))(lambda: pipeline(*input_refs))
         plgpu.wait_smem_to_gmem(0)
 
     run = plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types={"buffer": plgpu.SMEM((2, ROWS, sent), dtype, transforms=swizzled(sent, dtype))},
-        grid=(tiles, items, layers // share),
+        scratch_types={"results": results},
+        grid=(-(-tokens // ROWS), form.items, layers // share),
         grid_names=("tile", "item", "split"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,

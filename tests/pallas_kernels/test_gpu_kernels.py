@@ -121,7 +121,7 @@ def test_the_gradient_is_the_reference_s():
         (ChunkShape("odd", 1, 8, 1, 128, 128, 0, group=32), "1 heads of 128, 128 rotary; expected"),
         (ChunkShape("words", 1, 8, 2, 128, 128, 0, "pairs", 32), "codes in layout 'pairs'"),
         (ChunkShape("groups", 1, 99, 2, 128, 0, 0, group=48), "codes in groups of 48; expected 32, 64"),
-        (ChunkShape("rank", 1, 8, 2, 128, 128, 256), "bytes of a layer; expected what shared memory holds"),
+        (ChunkShape("rank", 1, 8, 2, 128, 128, 256), "bytes a block; expected what shared memory holds"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
