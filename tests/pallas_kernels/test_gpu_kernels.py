@@ -11,6 +11,7 @@ from chunks import expected
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import Codes, KernelUnavailableError, rotate_patch, splice, targeting
+from pallas_kernels.rotate_patch import gpu
 from pallas_kernels.shapes import SMALL, ChunkShape, draw
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
@@ -85,6 +86,21 @@ def test_splice_writes_named_slots_alone(name: str):
     assert_near(found[:, slots[goes]], exact[:, goes])
     others = np.setdiff1d(np.arange(112), slots[goes])
     np.testing.assert_array_equal(found[:, others], kept[:, others])
+
+
+@pytest.mark.parametrize(
+    "shape", [ChunkShape("key", 7, 9, 1, 64, 64, 3), ChunkShape("codes", 5, 9, 2, 64, 0, 0, group=32)]
+)
+def test_blocks_that_go_through_many_layers(shape: ChunkShape, monkeypatch):
+    """Where few blocks run at once, each has all layers: memory is filled and sent from again and again."""
+    monkeypatch.setattr(gpu, "PROCESSORS", 1)
+    given, exact = drawn(shape)
+    pool = jnp.zeros(shape.pool(2, 8), jnp.bfloat16)
+    with targeting("gpu", INTERPRET):
+        found = rotate_patch(**given, length=9 - LAST, implementation="gpu")
+        pool = splice(pool, np.arange(9) + 2, **given, length=9 - LAST, implementation="gpu")
+    assert_near(found, exact)
+    assert_near(pool.reshape(shape.layers, 16, *exact.shape[2:])[:, 2 : 11 - LAST], exact[:, :-LAST])
 
 
 def test_a_pool_without_layers_and_factors_shared_by_layers():
