@@ -2,35 +2,21 @@
 
 import contextlib
 import inspect
-import os
 import re
 from importlib.metadata import version as installed
-from pathlib import Path
 from typing import NamedTuple
 
 from sphinx.addnodes import pending_xref
-
-ROOT = Path(__file__).parents[1]
-
-# `evals` is not installed, and the notebooks use its small models. The others are read when NumPy and jax are loaded.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 
 project = "kvpatch_jax"
 author = "the authors of kvpatch_jax"
 project_copyright = f"{author}; Apache 2.0"
 version = release = installed("kvpatch_jax")
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 default_role = "code"
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-
-nb_execution_mode = "force"
-nb_execution_timeout = 300
-nb_execution_raise_on_error = True
-nb_merge_streams = True
 
 # Some fields are called as a builtin type is, such as `bytes`: which of them an annotation means is asked in vain.
 suppress_warnings = ["ref.python"]

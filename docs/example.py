@@ -1,4 +1,5 @@
-# Two images, a patch, a moved bill, an answer. Needs an editable install of a checkout, and runs from anywhere.
+"""Two images, a patch, a moved bill, an answer. Needs an editable install."""
+
 from pathlib import Path
 
 import kvpatch_jax as kvp
@@ -7,20 +8,20 @@ from kvpatch_jax.models import load
 checkout = Path(kvp.__file__).parents[1]  # has the model and the images
 backbone = load(checkout / "evals/trained/documents/qwen2_5_vl", dtype="float32")
 
-# Two images the model never saw: a price list and a bill.
+# Two images that the model was not trained on: a price list and a bill.
 images = checkout / "docs/pictures/screenshots"
 list_image, bill_image = images / "2-list.png", images / "4-bill.png"
 
-# Each image prefilled alone, its KV kept without its position: the canonicals.
+# Prefill each image alone and keep its KV without positions: the canonicals.
 prices = kvp.make_chunk(backbone, [list_image], id="list")
 bill = kvp.make_chunk(backbone, [bill_image], id="bill")
 
-# Once, both images in one prompt: what the bill becomes behind the list. The patch is the thin part of the change.
+# Prefill both images together, once. The patch is what the bill absorbed from the list.
 _, conditioned = kvp.conditioned(backbone, [[list_image], [bill_image]])
 patch = kvp.form_patch(bill, conditioned, rank=8, antecedent=[prices.id])
 print(f"the bill: {bill.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
 
-# Later the same two images stand elsewhere. No forward pass: one rotation each, and the patch for the bill.
+# Later both images appear at other positions. There is no forward pass over them.
 start = 30
 list_kv = kvp.apply_patch(prices, None, start)
 bill_start = start + prices.span
@@ -29,13 +30,14 @@ patched = kvp.apply_patch(bill, patch, bill_start, antecedent=[prices.id])
 
 
 def answer(question: str, bill_kv: dict) -> str:
-    """Ask over the list's and the bill's KV, as an engine would read them."""
+    """Ask over the KV of list and bill, as an engine would read them."""
     context = kvp.joined(list_kv, bill_kv)
-    tokens = backbone.embed(**backbone.prepare([question])).shift(bill_start + bill.span)
+    tokens = backbone.embed(**backbone.prepare([question]))
+    tokens = tokens.shift(bill_start + bill.span)
     return backbone.text(backbone.generate(tokens, steps=1, context=context)[0])
 
 
-# What does the list say about the item in a cell of the bill? That needs both images. Five cells.
+# The bill says which item is in a cell, and the list says how that item is sold.
 questions = {
     "unit of D2?": "d",
     "unit of E1?": "pc",
@@ -44,4 +46,5 @@ questions = {
     "unit of B4?": "h",
 }
 for question, right in questions.items():
-    print(f"{question:>14}  right {right:4} blind {answer(question, blind):4} patched {answer(question, patched)}")
+    answers = answer(question, blind), answer(question, patched)
+    print(f"{question:>14}  right {right:4} blind {answers[0]:4} patched {answers[1]}")

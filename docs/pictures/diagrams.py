@@ -1,179 +1,169 @@
-"""Draws the diagrams of the site: `python docs/pictures/diagrams.py` writes the SVG files beside it."""
+"""Draws the diagrams of the site: `python docs/pictures/diagrams.py` writes the SVG files beside it.
+
+All are 390 units wide, so that they are legible on a phone.
+"""
 
 import math
 from pathlib import Path
 
-INK, SOFT, PAPER = "#1f2933", "#6b7785", "#ffffff"
-BLUE, AMBER, GREEN, RED, GREY = "#2b6cb0", "#b7791f", "#2f855a", "#c53030", "#eef1f4"
+INK, SOFT, PAPER, GREY = "#1f2933", "#5b6673", "#ffffff", "#e6eaee"
+BLUE, AMBER, GREEN, VIOLET = "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1"
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-MONO = "ui-monospace, 'SF Mono', Menlo, 'DejaVu Sans Mono', monospace"
+WIDTH = 390
 
 
-def text(x, y, said, size=14, colour=INK, anchor="start", weight="normal", mono=False) -> str:
-    family = MONO if mono else FONT
-    style = f'font-family="{family}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
-    return f'<text x="{x}" y="{y}" fill="{colour}" {style}>{said}</text>'
+def text(x, y, words, size=14, colour=INK, anchor="start", weight="normal") -> str:
+    style = f'font-family="{FONT}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
+    return f'<text x="{x}" y="{y}" fill="{colour}" {style}>{words}</text>'
 
 
-def box(x, y, width, height, stroke=SOFT, fill=PAPER, radius=8, dash="") -> str:
-    look = f'fill="{fill}" stroke="{stroke}" stroke-width="1.5"' + (f' stroke-dasharray="{dash}"' if dash else "")
+def box(x, y, width, height, stroke=SOFT, fill=PAPER, radius=5, dash="") -> str:
+    look = f'fill="{fill}" stroke="{stroke}" stroke-width="1.6"' + (f' stroke-dasharray="{dash}"' if dash else "")
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}" {look}/>'
 
 
-def arrow(points, colour=SOFT, dash="") -> str:
-    path = "M" + " L".join(f"{x},{y}" for x, y in points)
-    look = f'stroke="{colour}" stroke-width="1.8" fill="none" marker-end="url(#head-{colour[1:]})"'
-    return f'<path d="{path}" {look}' + (f' stroke-dasharray="{dash}"' if dash else "") + "/>"
+def line(x1, y1, x2, y2, colour=SOFT, width=1.5) -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}"/>'
 
 
-def page(width, height, parts, title) -> str:
-    heads = "".join(
-        f'<marker id="head-{colour[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-        f'orient="auto-start-reverse"><path d="M0,0 L10,5 L0,10 z" fill="{colour}"/></marker>'
-        for colour in (SOFT, BLUE, AMBER, GREEN, RED)
-    )
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">'
-    background = f'<rect width="{width}" height="{height}" rx="10" fill="{PAPER}"/>'
-    return "\n".join([opening, f"<defs>{heads}</defs>", background, *parts, "</svg>\n"])
+def arrow(x1, x2, y) -> str:
+    """Draws an arrow to the right."""
+    head = f"M{x2 - 7},{y - 5} L{x2},{y} L{x2 - 7},{y + 5}"
+    return line(x1, y, x2, y, SOFT) + f'<path d="{head}" fill="none" stroke="{SOFT}" stroke-width="1.5"/>'
 
 
-def tokens(x, y, first, colour) -> list[str]:
-    """Draws five tokens: keys as dials whose hand is the phase (`first`, then 24° more each), values as squares."""
-    parts = [text(x, y + 5, "k", 15, SOFT, mono=True), text(x, y + 43, "v", 15, SOFT, mono=True)]
-    for index in range(5):
-        centre = x + 36 + 40 * index
-        angle = 0.0 if first is None else math.radians(first + 24 * index)
-        tip = (centre + 12 * math.sin(angle), y - 12 * math.cos(angle))
-        parts += [
-            f'<circle cx="{centre}" cy="{y}" r="14" fill="{PAPER}" stroke="{colour}" stroke-width="2"/>',
-            f'<line x1="{centre}" y1="{y}" x2="{tip[0]:.1f}" y2="{tip[1]:.1f}" stroke="{colour}" stroke-width="2.5"/>',
-            f'<rect x="{centre - 11}" y="{y + 27}" width="22" height="22" rx="3" fill="{GREY}" stroke="{SOFT}"/>',
-        ]
+def dials(x, y, colour, start=None, count=4, radius=9) -> list[str]:
+    """Draws keys as dials: the hand is the rotary phase, `start` degrees at first and 24 more for each next one."""
+    parts = []
+    for index in range(count):
+        angle = 0.0 if start is None else math.radians(start + 24 * index)
+        centre = x + (2 * radius + 5) * index
+        tip = (centre + (radius - 2) * math.sin(angle), y - (radius - 2) * math.cos(angle))
+        circle = f'<circle cx="{centre}" cy="{y}" r="{radius}" fill="{PAPER}" stroke="{colour}" stroke-width="1.8"/>'
+        parts += [circle, line(centre, y, *tip, colour, 2)]
     return parts
 
 
-def frame(y, name, what, first, colour) -> list[str]:
-    heading = [text(150, y + 26, name, 17, colour, weight="bold"), text(150, y + 47, what, 15, SOFT)]
-    return [box(134, y, 302, 140, colour), *heading, *tokens(152, y + 80, first, colour)]
+def page(height, parts, title) -> str:
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">'
+    background = f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>'
+    return "\n".join([opening, background, *parts, "</svg>\n"])
 
 
-def frames() -> str:
-    """Draws the frames from top to bottom: phase-free, and what is made of it."""
-    rows = (308, 508, 708)
+def stage(y, number, title, words) -> list[str]:
+    return [text(14, y, f"{number}  {title}", 17, INK, weight="bold"), text(14, y + 21, words, 14, SOFT)]
+
+
+def patch() -> str:
+    """Draws what becomes of a chunk B: prefilled alone, its deficit after A, the patch, and where both are used."""
     parts = [
-        box(24, 20, 412, 236, GREEN),
-        text(40, 46, "phase-free", 17, GREEN, weight="bold"),
-        text(40, 67, "no position: stored and patched", 15, SOFT),
-        *tokens(42, 100, None, GREEN),
-        text(40, 182, "patch: a pair per layer and channel", 15, SOFT),
-        f'<rect x="52" y="194" width="14" height="50" rx="2" fill="{AMBER}"/>',
-        f'<rect x="74" y="194" width="120" height="14" rx="2" fill="{AMBER}"/>',
-        text(74, 234, "+ u v", 17, AMBER, weight="bold", mono=True),
-        text(136, 234, "low rank m", 15, SOFT),
-        *frame(rows[0], "local", "as if the chunk started at 0", 0, SOFT),
-        *frame(rows[1], "engine, start 30", "what an attention kernel reads", 70, BLUE),
-        *frame(rows[2], "engine, start 64", "the same patch, another place", 205, BLUE),
-        text(134, rows[0] - 12, "to_local", 15, SOFT, mono=True),
-        text(134, rows[1] - 30, "to_engine: rotation, blind reuse", 15, BLUE),
-        text(134, rows[1] - 10, "apply_patch: R(p) · (canonical + u v)", 15, BLUE),
-        text(134, rows[2] - 12, "apply_patch, at another start", 15, BLUE),
-        arrow([(370, rows[1] + 142), (370, rows[2] - 4)], SOFT, "5 4"),
-        text(378, rows[2] - 32, "relocate", 15, SOFT, mono=True),
-        arrow([(133, rows[1] + 112), (108, rows[1] + 112), (108, 260)], SOFT, "5 4"),
-        text(6, 0, "to_phase_free", 15, SOFT, mono=True).replace(
-            "<text ", f'<text transform="translate(100 {rows[1] + 56}) rotate(-90)" '
-        ),
-        *(arrow([(60, 258), (60, y + 70), (130, y + 70)], SOFT if y == rows[0] else BLUE) for y in rows),
-        text(24, 882, "dial: the rotary phase of a cached key", 15, SOFT),
-        text(24, 904, "square: a value, which carries no phase", 15, SOFT),
-        text(24, 926, "nothing here runs the model", 15, SOFT),
+        *stage(28, 1, "Prefilled alone", "the canonical: KV of B whose keys are not rotated"),
+        box(14, 62, 126, 38, GREEN),
+        text(24, 87, "B", 18, GREEN, weight="bold"),
+        *dials(54, 81, GREEN),
+        *stage(138, 2, "Deficit", "what B absorbed by attending to A, computed once"),
+        box(14, 172, 60, 38, SOFT, GREY),
+        text(44, 197, "A", 18, SOFT, "middle", "bold"),
+        box(74, 172, 70, 38, AMBER),
+        text(109, 197, "B after A", 14, AMBER, "middle"),
+        text(163, 198, "−", 22, INK, "middle"),
+        box(182, 172, 66, 38, GREEN),
+        text(215, 197, "B alone", 14, GREEN, "middle"),
+        text(267, 198, "=", 22, INK, "middle"),
+        box(286, 172, 66, 38, AMBER, "#fbf1de"),
+        text(319, 198, "Δ", 18, AMBER, "middle", "bold"),
+        *stage(248, 3, "Patch", "Δ has low rank: a few directions hold most of it"),
+        box(14, 282, 66, 38, AMBER, "#fbf1de"),
+        text(47, 308, "Δ", 18, AMBER, "middle", "bold"),
+        text(99, 308, "≈", 22, INK, "middle"),
+        box(118, 282, 12, 38, AMBER, AMBER, 2),
+        text(142, 308, "×", 18, INK, "middle"),
+        box(154, 295, 66, 12, AMBER, AMBER, 2),
+        text(234, 306, "stored beside", 14, SOFT),
+        text(234, 323, "the canonical", 14, SOFT),
+        *stage(358, 4, "Moved", "canonical + patch, rotated to any position:"),
+        text(14, 397, "no forward pass", 14, SOFT),
     ]
-    return page(460, 946, parts, "The three frames of a chunk, and what turns one into another")
-
-
-def station(x, y, title, lines, colour, width=200, height=80) -> list[str]:
-    shown = [text(x + 12, y + 48 + 20 * index, line, 15, SOFT) for index, line in enumerate(lines)]
-    return [box(x, y, width, height, colour), text(x + 12, y + 25, title, 16, colour, weight="bold"), *shown]
-
-
-def store_paths() -> str:
-    """Draws a put on the left and a get on the right, from top to bottom, and what becomes of a get that fails."""
-    put = [
-        ("put(chunk)", ["header, leaves,", "a checksum of each"], INK),
-        ("encrypt", ["only with a key:", "AES-GCM"], INK),
-        ("write a file", ["of a random name,", "never changed again"], GREEN),
-        ("sync", ["the file, then", "its folder"], GREEN),
-        ("one transaction", ["evict, replace, name", "it; sync the log"], GREEN),
-        ("acknowledge", ["unlink what left;", "a remote store later"], GREEN),
-    ]
-    get = [
-        ("get(id)", ["the name is a digest,", "keyed by tenant"], INK),
-        ("memory", ["if the index still", "has this very write"], BLUE),
-        ("disk", ["opened without", "following a link"], BLUE),
-        ("verify", ["header, leaves, name;", "then decrypt"], BLUE),
-        ("chunk", ["position-free, bit", "for bit as put"], BLUE),
-    ]
-    step, parts = 106, [text(14, 30, "put", 19, GREEN, weight="bold"), text(242, 30, "get", 19, BLUE, weight="bold")]
-    for column, x, colour in ((put, 14, GREEN), (get, 242, BLUE)):
-        for row, (title, lines, stroke) in enumerate(column):
-            y = 44 + step * row
-            parts += station(x, y, title, lines, stroke)
-            if row:
-                parts.append(arrow([(x + 100, y - step + 80), (x + 100, y - 3)], colour))
-    held = [(442, 44 + step + 40), (456, 44 + step + 40), (456, 44 + 4 * step + 40), (445, 44 + 4 * step + 40)]
-    parts += [
-        arrow(held, BLUE),
-        *station(
-            14, 710, "nothing good on the disk", ["the remote store is asked; the disk keeps its copy"], SOFT, 428, 62
-        ),
-        *station(14, 782, "does not verify", ["looked at again, counted, and a miss"], RED, 428, 62),
-        *station(14, 854, "a miss", ["None: compute the chunk again, and put it"], RED, 428, 62),
-        arrow([(400, 44 + 4 * step + 84), (400, 706)], SOFT, "5 4"),
-        text(254, 632, "when a step fails:", 15, SOFT),
-    ]
-    return page(468, 930, parts, "What a put and a get pass through in the store")
+    for y, start, others in ((412, 48, ("A",)), (466, 160, ("…", "A"))):
+        x = 14
+        for name in others:
+            parts += [box(x, y, 60, 38, SOFT, GREY), text(x + 30, y + 25, name, 18, SOFT, "middle", "bold")]
+            x += 60
+        parts += [box(x, y, 126, 38, BLUE), text(x + 10, y + 25, "B", 18, BLUE, weight="bold")]
+        parts += [*dials(x + 40, y + 19, BLUE, start), line(x, y + 38, x, y + 46, BLUE)]
+        parts.append(text(x + 134, y + 25, f"at position {'p' if others == ('A',) else 'q'}", 14, BLUE))
+    parts.append(text(14, 538, "dial: the rotary phase of a key. Values carry none.", 14, SOFT))
+    return page(554, parts, "A chunk prefilled alone, its deficit after another chunk, its patch, and the chunk moved")
 
 
 STEPS = (
-    ("add 1", [("1", "prefilled")], None),
-    ("add 2", [("1", "pinned"), ("2", "prefilled")], None),
-    ("add 3", [("1", "pinned"), ("2", "stays"), ("3", "prefilled")], None),
-    ("add 4", [("1", "pinned"), ("3", "rotated"), ("4", "prefilled")], "2"),
-    ("recall 2", [("1", "pinned"), ("4", "rotated"), ("2", "recalled")], "3"),
+    ("add 1", "1", ()),
+    ("add 2", "12", ()),
+    ("add 3", "123", ()),
+    ("add 4", "234", ("1",)),
+    ("add 5", "345", ("2",)),
+    ("recall 1", "451", ("3",)),
 )
-"""A window of a pinned chunk and two more: what is done, what it then holds and how each came there, what left."""
-SLIDE_COLOURS = {"prefilled": AMBER, "pinned": GREEN, "stays": SOFT, "rotated": BLUE, "recalled": "#6b46c1"}
-MEANINGS = (
-    ("prefilled", "one forward, over its tokens only"),
-    ("rotated", "keys rotated to the new position, no forward"),
-    ("pinned", "never leaves: the attention sink"),
-    ("recalled", "canonical + patch, or one forward"),
-)
+"""What is done to a window of three images behind a pinned text, the images that it then holds, and what has left."""
+LOOKS = {
+    "computed": (AMBER, AMBER, PAPER),
+    "rotated": (BLUE, PAPER, BLUE),
+    "recalled": (VIOLET, VIOLET, PAPER),
+    "kept": (SOFT, GREY, SOFT),
+}
+"""How an image is drawn by how its KV came there: stroke, fill, colour of the text."""
 
 
-def slide() -> str:
-    """Draws a window that slides, a row for each step."""
-    parts, height = [text(150, 34, "positions →", 17, SOFT), text(516, 34, "evicted", 17, SOFT)], 78
-    for row, (step, held, left) in enumerate(STEPS):
-        y = 52 + height * row
-        parts.append(text(14, y + 37, step, 19, INK, weight="bold"))
-        for place, (name, how) in enumerate(held):
-            x, colour = 124 + 122 * place, SLIDE_COLOURS[how]
-            parts += [box(x, y, 112, 60, colour, GREY if how == "stays" else PAPER)]
-            parts += [
-                text(x + 56, y + 27, name, 21, colour, "middle", "bold"),
-                text(x + 56, y + 49, how, 17, colour, "middle"),
-            ]
-        if left is not None:
-            parts += [box(516, y, 74, 60, SOFT, PAPER, dash="5 4"), text(553, y + 38, left, 21, SOFT, "middle")]
-    for row, (how, meaning) in enumerate(MEANINGS):
-        y = 52 + height * len(STEPS) + 20 + 29 * row
-        parts += [text(14, y, how, 17, SLIDE_COLOURS[how], weight="bold"), text(124, y, meaning, 17, INK)]
-    title = (
-        "A window slides: one chunk is pinned, one evicted, one rotated, one prefilled, and the evicted one recalled"
+def window(x, y, images, states) -> list[str]:
+    """Draws a pinned text and images, each by how its KV came there."""
+    parts = [box(x, y, 22, 34, SOFT, GREY), text(x + 11, y + 23, "T", 15, SOFT, "middle")]
+    for place, (image, state) in enumerate(zip(images, states, strict=True)):
+        stroke, fill, colour = LOOKS[state]
+        left = x + 27 + 39 * place
+        parts += [box(left, y, 34, 34, stroke, fill), text(left + 17, y + 23, image, 17, colour, "middle", "bold")]
+    return parts
+
+
+def timeline() -> str:
+    """Draws six steps of a window: what a session computes, rotates and recalls, beside what a prefix cache does."""
+    parts = [text(90, 24, "session", 16, INK, weight="bold"), text(243, 24, "prefix cache", 16, INK, weight="bold")]
+    places, seen, prefixes = dict[str, int](), set[str](), {""}
+    session_total, cache_total = 0, 0
+    for row, (step, images, left) in enumerate(STEPS):
+        y = 40 + 46 * row
+        session, cache = [], []
+        for place, image in enumerate(images):
+            moved = "kept" if places.get(image) == place else "rotated"
+            session.append(moved if image in places else "recalled" if image in seen else "computed")
+            cache.append("kept" if images[: place + 1] in prefixes else "computed")
+        prefixes |= {images[: place + 1] for place in range(len(images))}
+        places, seen = {image: place for place, image in enumerate(images)}, seen | set(images)
+        session_total += session.count("computed")
+        cache_total += cache.count("computed")
+        parts += [text(10, y + 15, step, 14, INK, weight="bold"), *window(90, y, images, session)]
+        parts += window(243, y, images, cache)
+        if left:
+            parts.append(text(10, y + 32, f"{left[0]} leaves", 14, SOFT))
+    y = 40 + 46 * len(STEPS) + 14
+    parts += [
+        line(10, y - 12, WIDTH - 10, y - 12),
+        text(10, y + 14, "in all", 14, INK, weight="bold"),
+        text(90, y + 14, f"{session_total} + 1 recalled", 16, INK),
+        text(243, y + 14, f"{cache_total} computed", 16, INK),
+    ]
+    meanings = (
+        ("computed", "one forward over its tokens"),
+        ("rotated", "moved to its new position, no forward"),
+        ("recalled", "one forward, or from the store"),
+        ("kept", "stays where it is; T: the pinned text"),
     )
-    return page(604, 52 + height * len(STEPS) + 24 + 29 * len(MEANINGS), parts, title)
+    for row, (state, meaning) in enumerate(meanings):
+        stroke, fill, _ = LOOKS[state]
+        top = y + 32 + 25 * row
+        parts += [box(10, top, 16, 16, stroke, fill, 3), text(34, top + 13, f"{state}: {meaning}", 14, INK)]
+    title = "Six steps of an agent's window: what a session computes, rotates and recalls, beside a prefix cache"
+    return page(y + 32 + 25 * len(meanings) + 6, parts, title)
 
 
 PIECES = (("A", GREEN, 0), ("B", BLUE, 80), ("C", AMBER, 160))
@@ -183,45 +173,31 @@ PIECES = (("A", GREEN, 0), ("B", BLUE, 80), ("C", AMBER, 160))
 def transitions() -> str:
     """Draws what each kind of layer does with chunks: rows that rotate and stand side by side, maps that compose."""
     parts = [
-        text(14, 32, "attention layers", 19, INK, weight="bold"),
-        text(14, 56, "rows per token: rotate each to its place, then side by side", 16, SOFT),
+        text(14, 28, "Attention layers", 17, INK, weight="bold"),
+        text(14, 49, "rows per token: each is rotated to its position", 14, SOFT),
+        text(14, 136, "Linear-attention layers", 17, INK, weight="bold"),
+        text(14, 157, "one map per chunk, without a position: composed", 14, SOFT),
+        box(14, 170, 48, 46, SOFT, GREY),
+        text(38, 198, "S = 0", 14, SOFT, "middle"),
     ]
     for place, (name, colour, phase) in enumerate(PIECES):
-        x = 14 + 192 * place
-        parts += [box(x, 72, 182, 74, colour), text(x + 12, 102, name, 20, colour, weight="bold")]
-        for token in range(3):
-            centre, angle = x + 60 + 42 * token, math.radians(phase + 24 * token)
-            tip = (centre + 13 * math.sin(angle), 108 - 13 * math.cos(angle))
-            parts += [
-                f'<circle cx="{centre}" cy="108" r="16" fill="{PAPER}" stroke="{colour}" stroke-width="2"/>',
-                f'<line x1="{centre}" y1="108" x2="{tip[0]:.1f}" y2="{tip[1]:.1f}" stroke="{colour}" '
-                'stroke-width="2.5"/>',
-            ]
+        x = 14 + 122 * place
+        parts += [box(x, 62, 117, 38, colour), text(x + 10, 87, name, 17, colour, weight="bold")]
+        parts += dials(x + 40, 81, colour, phase, count=3)
+        x = 82 + 100 * place
+        parts += [arrow(x - 18, x - 2, 193), box(x, 170, 80, 46, colour)]
+        parts += [text(x + 40, 189, name, 17, colour, "middle", "bold")]
+        parts += [text(x + 40, 208, "M·S + B", 14, colour, "middle")]
     parts += [
-        text(14, 196, "linear-attention layers", 19, INK, weight="bold"),
-        text(14, 220, "one map per chunk, without a position: compose them in order", 16, SOFT),
-        box(14, 240, 60, 74, SOFT, GREY),
-        text(44, 283, "S = 0", 16, SOFT, "middle", mono=True),
+        arrow(362, 380, 193),
+        text(14, 246, "Another order, or a chunk less:", 14, INK),
+        text(14, 265, "the same maps, composed again.", 14, INK),
+        text(14, 290, "What a chunk absorbed is still missing:", 14, INK),
+        text(14, 309, "a patch, of rows, map and state.", 14, INK),
     ]
-    for place, (name, colour, _) in enumerate(PIECES):
-        x = 104 + 156 * place
-        parts += [
-            arrow([(x - 28, 277), (x - 3, 277)], SOFT),
-            box(x, 240, 126, 74, colour),
-            text(x + 63, 270, name, 20, colour, "middle", "bold"),
-            text(x + 63, 298, "map·S + state", 14, colour, "middle", mono=True),
-        ]
-    parts += [
-        arrow([(104 + 2 * 156 + 128, 277), (576, 277)], SOFT),
-        text(14, 354, "another order, or without A: the same maps, composed again", 16, INK),
-        text(14, 380, "what B absorbed from A is missing: a patch of rows, map and state", 16, INK),
-    ]
-    return page(590, 398, parts, "Rows of chunks rotate to their places; transitions of chunks compose in their order")
+    return page(324, parts, "Rows of chunks rotate to their places; transitions of chunks compose in their order")
 
 
 if __name__ == "__main__":
-    folder = Path(__file__).parent
-    (folder / "frames.svg").write_text(frames(), encoding="utf-8")
-    (folder / "slide.svg").write_text(slide(), encoding="utf-8")
-    (folder / "transitions.svg").write_text(transitions(), encoding="utf-8")
-    (folder / "store_paths.svg").write_text(store_paths(), encoding="utf-8")
+    for draw in (patch, timeline, transitions):
+        Path(__file__).with_name(f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")

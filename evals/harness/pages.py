@@ -1,11 +1,13 @@
 """Tables of pages and reports: one pivot of the rows by a declared spec, one template. Prose is written by people.
 
 `python -m evals.harness.pages` fills the blocks `<!-- name -->` … `<!-- /name -->` of the pages that configurations
-name, from committed rows; `--check` says which would change.
+name, from committed rows, and writes their full tables as CSV; `--check` says which files would change.
 """
 
 import base64
+import csv
 import functools
+import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +54,11 @@ def cell(row: Any, form: str) -> str:
 # ------------------------------------------------------------------------------------------------------ tables
 
 
+def labelled(line: str | Sequence[str]) -> tuple[str, str]:
+    """Returns the value of a table's line, and what it is called there."""
+    return (line, line) if isinstance(line, str) else (line[0], line[1])
+
+
 def pivot(lookup: Lookup, table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Makes a table of rows by its spec.
 
@@ -69,7 +76,7 @@ def pivot(lookup: Lookup, table: Mapping[str, Any]) -> tuple[list[str], list[lis
     lines = table.get("lines") or lookup.values(down, default)
     body = []
     for line in lines:
-        value, words = (line, line) if isinstance(line, str) else line
+        value, words = labelled(line)
         cells = []
         for column in columns:
             place = {**default, down: value, **{name: column[name] for name in column if name not in ("head", "form")}}
@@ -83,6 +90,22 @@ def markdown(lookup: Lookup, table: Mapping[str, Any]) -> str:
     """Makes a table in Markdown."""
     head, body = pivot(lookup, table)
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
+
+
+def comma_separated(lookup: Lookup, table: Mapping[str, Any]) -> str:
+    """Makes a table as CSV, with the cells that a page has."""
+    head, body = pivot(lookup, table)
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([head, *body])
+    return file.getvalue()
+
+
+def shown(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what a page shows of a table: `shown` names lines by their values, and columns by their heads."""
+    part = table.get("shown", {})
+    lines = [line for line in table.get("lines", ()) if labelled(line)[0] in part.get("lines", labelled(line))]
+    columns = [column for column in table["columns"] if column["head"] in part.get("columns", [column["head"]])]
+    return {**table, "lines": lines, "columns": columns}
 
 
 def sentence(lookup: Lookup, text: str) -> str:
@@ -104,18 +127,20 @@ def fill(text: str, name: str, content: str) -> str:
 
 
 def filled_pages() -> dict[Path, str]:
-    """Fills every page that a configuration's tables name; returns the texts by path."""
+    """Fills every page and full table that a configuration's tables name; returns the texts by path."""
     from . import config
 
     pages, read = dict[Path, str](), functools.cache(Lookup.read)
     for name in config.names():
         for table in config.read_config(name).tables:
+            if "csv" in table:
+                pages[ROOT / table["csv"]] = comma_separated(read(ROOT / table["rows"]), table)
             if "page" not in table:
                 continue
             lookup, page = read(ROOT / table["rows"]), ROOT / table["page"]
             before = sentence(lookup, table["text"]) + "\n\n" if "text" in table else ""
-            text = pages.get(page) or page.read_text()
-            pages[page] = fill(text, table["name"], before + (markdown(lookup, table) if "columns" in table else ""))
+            content = before + (markdown(lookup, shown(table)) if "columns" in table else "")
+            pages[page] = fill(pages.get(page) or page.read_text(), table["name"], content)
     return pages
 
 
@@ -164,7 +189,8 @@ def main() -> None:
     """Fills the pages, or says which are not up to date."""
     from absl import flags
 
-    stale = {path: text for path, text in filled_pages().items() if path.read_text() != text}
+    pages = filled_pages()
+    stale = {path: text for path, text in pages.items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         print(path.relative_to(ROOT))
         if not flags.FLAGS.check:

@@ -1,6 +1,6 @@
 """Policies of agents: which pieces of an episode stand in the prompt of each round, from the front.
 
-Each keeps system text and goal in front. Who does so is in the table of docs/guides/traces.md.
+Each keeps system text and goal in front. Who does so is in the table of docs/guides/agents.md.
 """
 
 from collections.abc import Callable, Sequence

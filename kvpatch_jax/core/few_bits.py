@@ -5,7 +5,7 @@ symmetric about zero, a least value; both bfloat16, rounded outwards, so that no
 number is within half a step of its own. KV: keys by feature, in groups of tokens, before they are rotated; all else by
 token, in groups of features. KIVI (Liu et al. 2024, arXiv 2402.02750, section 3) found that split for rotated keys;
 before the rotation a feature keeps one magnitude over all positions, while the rotation spreads it over a pair of
-features (measured: docs/experiments/bytes.md).
+features (measured: docs/findings.md).
 
 Codes of b bits are cut into planes of 1, 2, 4 and 8 bits (6 = 4 + 2), and a plane of w bits holds 8/w codes in a byte:
 byte j has those of columns j, j + n, j + 2n, … of n = columns·w/8. So unpacking is a shift, without a transpose, and

@@ -29,7 +29,7 @@ Weights = Mapping[str, Float[AnyArray, "L F"]]
 
 DEFAULT_SIZE = "15 %"
 """Size of a patch where none is named: the smallest measured at which no context of a corpus lost more than blind reuse
-does (docs/experiments/text.md)."""
+does (docs/results.md)."""
 LEAST_DIRECTIONS = 4
 """Directions for each layer and channel that a share pays for at least, so that short chunks are not cut to nothing."""
 

@@ -1,7 +1,7 @@
 """Readout error: how far what is read of a chunk differs from its conditioned KV, by which a patch knows its error.
 
 The chunk's own keys stand for the queries: they read as a query does that looks for what the chunk says, need no
-forward, and predict measured KL as well as queries of the model do (docs/experiments/text.md).
+forward, and predict measured KL as well as queries of the model do (docs/results.md).
 """
 
 import functools

@@ -25,7 +25,7 @@ SINK = 4
 """Tokens at the front of a window that attention sinks on, and that never leave.
 
 On prose SmolLM2-135M loses .77 nats a token without any, .026 with one, .022 with four and .020 with 16; document by
-document one loses .005 (.001 to .010) more than 16, four .002 (−.002 to .005). See docs/guides/windows.md.
+document one loses .005 (.001 to .010) more than 16, four .002 (−.002 to .005). See docs/tables/sinks.csv.
 """
 _REST = " behind its sink"
 """End of the content of what follows the sink of a first text."""

@@ -212,6 +212,18 @@ def test_a_pivot_makes_a_page_s_table():
     ]
 
 
+def test_a_page_shows_part_of_a_table_whose_whole_is_csv():
+    lookup, table = Lookup(table_rows()), SPEC | {"lines": ["cacheblend.budget=0.15", ["blind", "blind reuse"]]}
+    assert pages.comma_separated(lookup, table).splitlines() == [
+        "way,chain,bytes",
+        "cacheblend.budget=0.15,0.930 (0.900 to 0.960),1.5 %",
+        "blind reuse,0.078 (0.050 to 0.100),0 %",
+    ]
+    part = pages.shown(table | {"shown": {"lines": ["blind"], "columns": ["bytes"]}})
+    assert pages.markdown(lookup, part).splitlines() == ["| way | bytes |", "| --- | --- |", "| blind reuse | 0 % |"]
+    assert pages.markdown(lookup, pages.shown(table)) == pages.markdown(lookup, table)
+
+
 def test_a_report_shows_sentence_table_and_nothing_unescaped(tmp_path):
     results = {"config": {"title": "<b>", "name": "x", "command": "c"}, "environment": {}, "rows": table_rows()}
     sentence = "Blind: {{ value('two', probe='p', model='m', arm='blind', metric='accuracy.chain') }}."
