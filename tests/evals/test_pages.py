@@ -37,7 +37,7 @@ HOLDS = {
     "extending": "page_error < 1e-5 and chain['blind'] < chain['lower_half.share=0.5']",
     "hybrids": "np.allclose(together['state'], again['state'], atol=1e-5)",
     "jax-model": "error < 0.05",
-    "operators": "repaired.flops > 0",
+    "operators": "kv['k'].shape[1] == len(slots) and repaired.flops > 0",
 }
 """What holds at the end of a page that asserts nothing itself."""
 
