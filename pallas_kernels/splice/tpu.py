@@ -1,7 +1,7 @@
 """splice for TPU, on Mosaic: one launch over all layers, which writes into the pool where it lies.
 
 A block of tokens is made as rotate_patch makes it, then copied to its slots. Where a slot is a row [K, H] of the pool,
-every 32 tokens whose slots are consecutive are one copy, else every token is, and the copies of two blocks overlap. A
+every 32 tokens whose slots are consecutive are one copy, else every token is, and copies overlap with the next block. A
 channel of one head is stored with its tokens packed into tiles of 16: there a block reads the tiles it touches,
 replaces its rows, and writes them back, one after the other.
 """
@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from .._operands import LANES, Operands, refuse
-from ..rotate_patch.tpu import UNIT, arrays_of, block_of, reach, specs_of, untyped, write_block
+from ..rotate_patch.tpu import UNIT, inputs_of, write_block
 
 TILE = 16
 """Rows of bfloat16 in a tile: the least that a copy of rows of one head may cover."""
@@ -23,93 +23,68 @@ SLOT_LIMIT = 65536
 """Tokens whose slots fit the scalar memory."""
 
 
-def _firsts(slots: Array, unit: int, length: Array | None) -> Array:
-    """Returns the first slot of every `unit` whose slots are consecutive, else −1; tokens from `length` on may be
-    anything.
-    """
-    by_unit = slots.reshape(-1, unit)
-    fits = by_unit == by_unit[:, :1] + jnp.arange(unit)
-    if length is not None:
-        fits |= jnp.arange(slots.size).reshape(by_unit.shape) >= length
-    return jnp.where(fits.all(1) & (by_unit[:, 0] >= 0), by_unit[:, 0], -1)
-
-
 def _body(slots, firsts, reach, *refs, names: tuple[str, ...], **plan) -> None:
     """Writes rows of several heads: copies start here and are awaited one step later, once the next have started."""
     pool, made, semaphores = refs[-3:]
     block, layer, layers = made.shape[1], pl.program_id(1), pl.num_programs(1)
     step = pl.program_id(0) * layers + layer
-    last = step == pl.num_programs(0) * layers - 1
     count = reach[0] - pl.program_id(0) * block
+
+    def copies(step, act: str) -> None:
+        """Starts or awaits all copies of a step."""
+        start, buffer = step // layers * block, step % 2
+
+        def copy(row, slot, rows) -> None:
+            there = pool.at[layer, pl.ds(slot, rows)]  # of one that is awaited the size counts, not the place
+            getattr(pltpu.make_async_copy(made.at[buffer, pl.ds(row, rows)], there, semaphores.at[buffer]), act)()
+
+        @pl.loop(0, block // UNIT)
+        def _(unit):
+            row, first = unit * UNIT, firsts[start // UNIT + unit]
+            pl.when(first >= 0)(lambda: copy(row, first, UNIT))
+
+            @pl.loop(row, jnp.where(first >= 0, row, row + UNIT))
+            def _(row):
+                pl.when(slots[start + row] >= 0)(lambda: copy(row, slots[start + row], 1))
 
     @pl.when(count > 0)
     def _():
         write_block(dict(zip(names, refs, strict=False)), made.at[step % 2], count, **plan)
+        copies(step, "start")
 
-    # Turn 0 starts the copies of this step; turn 1 awaits those of the step before, so that its buffer is free for the
-    # next; in the last step turn 2 awaits its own. One loop, for the code that finds the copies is long.
-    @pl.loop(jnp.where(count > 0, 0, 1), jnp.where(last, 3, 2))
-    def _(turn):
-        number = jnp.maximum(step - (turn == 1).astype(jnp.int32), 0)
-        buffer, first_row = number % 2, number // layers * block
-
-        def copy(row, slot, count):
-            there = pool.at[layer, pl.ds(slot, count)]
-            moving = pltpu.make_async_copy(made.at[buffer, pl.ds(row, count)], there, semaphores.at[buffer])
-            pl.when(turn == 0)(moving.start)
-            pl.when(turn > 0)(moving.wait)  # for its size; its place does not matter
-
-        def of_unit(unit, carry):
-            first, row = firsts[first_row // UNIT + unit], unit * UNIT
-            pl.when(first >= 0)(lambda: copy(row, first, UNIT))
-            jax.lax.fori_loop(row, jnp.where(first >= 0, row, row + UNIT), of_token, None)
-            return carry
-
-        def of_token(row, carry):
-            slot = slots[first_row + row]
-            pl.when(slot >= 0)(lambda: copy(row, slot, 1))
-            return carry
-
-        jax.lax.fori_loop(0, jnp.where((turn == 1) & (step == 0), 0, block // UNIT), of_unit, None)
+    pl.when(step > 0)(lambda: copies(step - 1, "wait"))
+    pl.when(step == pl.num_programs(0) * layers - 1)(lambda: copies(step, "wait"))
 
 
 def _rows_body(slots, firsts, reach, *refs, names: tuple[str, ...], **plan) -> None:
     """Writes rows of one head: reads, changes and writes whole tiles."""
-    pool, made, tiles, semaphore = refs[-4:]
-    block, (window, width) = made.shape[0] - TILE, made.shape
-    number, layer = pl.program_id(0), pl.program_id(1)
-    count = jnp.clip(reach[0] - number * block, 0, block)
+    pool, made, tiles = refs[-3:]
+    (window, width), layer = made.shape, pl.program_id(1)
+    block, start = window - TILE, pl.program_id(0) * (window - TILE)
+    count, first = jnp.clip(reach[0] - start, 0, block), firsts[pl.program_id(0)]
 
-    def write(slot, count, rows, fresh) -> None:
-        """Writes `count` rows to slots from `slot` on, inside `rows` rows of whole tiles; fresh(i) has them from i on."""
+    def write(slot, count, rows: int, fresh) -> None:
+        """Writes `count` rows to slots from `slot` on, in a window of `rows` rows: fresh(i) has them from i on."""
         place = pl.multiple_of(jnp.minimum(slot // TILE * TILE, pool.shape[1] - rows), TILE)
         there, here = pool.at[layer, pl.ds(place, rows)], tiles.at[pl.ds(0, rows)]
-
-        def move(source, target) -> None:  # and waits: the next may be of the same tiles
-            moving = pltpu.make_async_copy(source, target, semaphore)
-            moving.start()
-            moving.wait()
-
-        move(there, here)
         row = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0) - (slot - place)
+        pltpu.sync_copy(there, here)
         mixed = jnp.where((row >= 0) & (row < count), fresh(slot - place), here[...].astype(jnp.float32))
         here[...] = mixed.astype(here.dtype)
-        move(here, there)
-
-    def of_token(row, carry):
-        slot = slots[number * block + row]
-        fresh = lambda _: jnp.broadcast_to(made[pl.ds(row, 1)], (TILE, width))
-        pl.when(slot >= 0)(lambda: write(slot, 1, TILE, fresh))
-        return carry
+        pltpu.sync_copy(here, there)
 
     @pl.when(count > 0)
     def _():
         write_block(dict(zip(names, refs, strict=False)), made.at[pl.ds(0, block)], count, **plan)
         # What is rolled into the window from behind the block must be a number, though none of it is written.
         made[pl.ds(block, TILE)] = jnp.zeros((TILE, width), jnp.float32)
-        first = firsts[number]
         pl.when(first >= 0)(lambda: write(first, count, window, lambda by: pltpu.roll(made[...], by, 0)))
-        jax.lax.fori_loop(0, jnp.where(first >= 0, 0, count), of_token, None)
+
+        @pl.loop(0, jnp.where(first >= 0, 0, count))
+        def _(row):
+            slot = slots[start + row]
+            fresh = functools.partial(jnp.broadcast_to, made[pl.ds(row, 1)], (TILE, width))
+            pl.when(slot >= 0)(lambda: write(slot, 1, TILE, lambda _: fresh()))
 
 
 def kernel(
@@ -121,18 +96,10 @@ def kernel(
     layout: str,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "*leading P O K H"]:
-    """Writes R · (x + u v) to `slots` of a bfloat16 pool in place. See `api.splice`.
-
-    Args:
-      interpret: how to interpret the kernel where there is no TPU.
-
-    Raises:
-      NotImplementedError: a pool or operands that this kernel does not take.
-    """
+    """Writes R · (x + u v) to `slots` of a bfloat16 pool in place; NotImplementedError says what it does not take."""
     tokens, heads, width = operands.x.shape[-3:]
     pages, offsets = pool.shape[-4:-2]
-    total = pages * offsets
-    copied = "else the pool would be copied to be laid out anew"
+    total, copied = pages * offsets, "else the pool would be copied to be laid out anew"
     split = heads == 1 and (offsets % TILE != 0 or total < UNIT + TILE)
     refuse(
         (width % LANES != 0, f"a width of {width}; expected a multiple of {LANES}, {copied}"),
@@ -140,36 +107,43 @@ def kernel(
         (tokens > SLOT_LIMIT, f"{tokens} tokens; expected at most {SLOT_LIMIT}"),
         (split, f"{pages} pages of {offsets} slots; expected a multiple of {TILE} of one head in a page"),
     )
-    arrays = arrays_of(operands, layout)
-    block = block_of(tokens, heads, width, arrays["u"].shape[-1] if "u" in arrays else 0)
-    if heads == 1:  # a window of one tile more must fit the pool
-        block = min(block, (total - TILE) // UNIT * UNIT)
+    most = (total - TILE) // UNIT * UNIT if heads == 1 else tokens + UNIT  # a window of one tile more must fit the pool
+    arrays, specs, block, grid, reach = inputs_of(operands, layout, length, most)
+    if heads == 1:
         window, flat = (block + TILE, width), pool.reshape(-1, total, width)
-        scratch = [pltpu.VMEM(window, jnp.float32), pltpu.VMEM(window, pool.dtype), pltpu.SemaphoreType.DMA(())]
+        body, unit, scratch = _rows_body, block, [pltpu.VMEM(window, jnp.float32), pltpu.VMEM(window, pool.dtype)]
     else:
         flat = pool.reshape(-1, total, heads, width)
-        scratch = [pltpu.VMEM((2, block, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))]
+        body, unit, scratch = (
+            _body,
+            UNIT,
+            [pltpu.VMEM((2, block, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))],
+        )
 
-    limits = reach(length, tokens, block)
-    wanted = (slots >= 0) & (slots < total) & (jnp.arange(tokens) < limits[0])
-    places = jnp.pad(jnp.where(wanted, slots, -1), (0, -tokens % block), constant_values=-1)
-    firsts = _firsts(places, block, limits[0]) if heads == 1 else _firsts(places, UNIT, None)
-    plan = {"layout": layout, "rotary": operands.rotary, "interpret": interpret}
+    # Slots, −1 where nothing is written; and of every unit the first if they are consecutive, else −1. What a block of
+    # one head has past the length may be anything.
+    named = (slots >= 0) & (slots < total) & (jnp.arange(tokens) < reach[0])
+    places = jnp.pad(jnp.where(named, slots, -1), (0, -tokens % block), constant_values=-1)
+    by_unit = places.reshape(-1, unit)
+    fits = by_unit == by_unit[:, :1] + jnp.arange(unit)
+    fits |= (jnp.arange(places.size).reshape(fits.shape) >= reach[0]) & (heads == 1)
+    firsts = jnp.where(fits.all(1), by_unit[:, 0], -1)
+
+    plan = {"names": tuple(arrays), "layout": layout, "rotary": operands.rotary, "interpret": interpret}
     run = pl.pallas_call(
-        functools.partial(_rows_body if heads == 1 else _body, names=tuple(arrays), **plan),
+        functools.partial(body, **plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(-(-tokens // block), flat.shape[0]),
-            in_specs=[*specs_of(arrays, block, flat.shape[0]), pl.BlockSpec(memory_space=pl.ANY)],
+            grid=grid,
+            in_specs=[*specs, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=scratch,
         ),
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
-        # The pool, behind the prefetched scalars and the arrays.
-        input_output_aliases={3 + len(arrays): 0},
+        input_output_aliases={3 + len(arrays): 0},  # the pool, behind the prefetched scalars and the arrays
         # One block after the other: they write to the same pool, and a copy is awaited one step later.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=interpret,
         name="splice",
     )
-    return untyped(run, flat)(places, firsts, limits, *arrays.values(), flat).reshape(pool.shape)
+    return run(places, firsts, reach, *arrays.values(), flat).reshape(pool.shape)
