@@ -35,9 +35,9 @@ class Codes:
       heads: K. group: numbers in a group; the last may be shorter.
     """
 
-    codes: UInt8[Array, "*leading T bytes"]
-    scale: Float[Array, "*leading rows columns"]
-    least: Float[Array, "*leading rows columns"] | None
+    codes: UInt8[Array | jax.ShapeDtypeStruct, "*leading T bytes"]
+    scale: Float[Array | jax.ShapeDtypeStruct, "*leading rows columns"]
+    least: Float[Array | jax.ShapeDtypeStruct, "*leading rows columns"] | None
     heads: int
     group: int
     by_token: bool

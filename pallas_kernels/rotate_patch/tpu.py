@@ -131,7 +131,7 @@ class Inputs(NamedTuple):
     reach: Int[Array, " 2"]
 
 
-def inputs_of(operands: Operands, layout: str, length: Array | None, most: int = VMEM_BUDGET) -> Inputs:
+def inputs_of(operands: Operands, layout: str, length: Array | None, most: int | None = None) -> Inputs:
     """Prepares operands for a launch with blocks of at most `most` tokens.
 
     Raises:
@@ -168,7 +168,7 @@ def inputs_of(operands: Operands, layout: str, length: Array | None, most: int =
     per_token = (rows * BYTES + 2 * 2 * 4) * lanes + 2 * 2 * padded_width(rank)
     room = (VMEM_BUDGET - 2 * 2 * rank * heads * lanes) // per_token // UNIT * UNIT
     refuse((room < UNIT, f"factors of rank {rank} over {columns} columns; expected fewer"))
-    block = min(room, most, padded_width(tokens, UNIT))
+    block = min(room, most or room, padded_width(tokens, UNIT))
 
     rows_of: dict[str, int | None] = {"v": None, "columns": None}
     if isinstance(x, Codes) and not x.by_token:

@@ -107,7 +107,7 @@ def kernel(
         (tokens > SLOT_LIMIT, f"{tokens} tokens; expected at most {SLOT_LIMIT}"),
         (split, f"{pages} pages of {offsets} slots; expected a multiple of {TILE} of one head in a page"),
     )
-    most = (total - TILE) // UNIT * UNIT if heads == 1 else tokens + UNIT  # a window of one tile more must fit the pool
+    most = (total - TILE) // UNIT * UNIT if heads == 1 else None  # a window of one tile more must fit the pool
     arrays, specs, block, grid, reach = inputs_of(operands, layout, length, most)
     if heads == 1:
         window, flat = (block + TILE, width), pool.reshape(-1, total, width)
