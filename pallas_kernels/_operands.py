@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num, UInt8
+from jaxtyping import Array, Float, Num
 
 from .errors import KernelError
 
@@ -35,9 +35,9 @@ class Codes:
       heads: K. group: numbers in a group; the last may be shorter.
     """
 
-    codes: UInt8[Array | jax.ShapeDtypeStruct, "*leading T bytes"]
-    scale: Float[Array | jax.ShapeDtypeStruct, "*leading rows columns"]
-    least: Float[Array | jax.ShapeDtypeStruct, "*leading rows columns"] | None
+    codes: Any  # arrays, or, as leaves of a tree, whatever stands for them
+    scale: Any
+    least: Any
     heads: int
     group: int
     by_token: bool
