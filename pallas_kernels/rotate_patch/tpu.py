@@ -8,7 +8,7 @@ are loaded with a stride, and taken apart and put together by arithmetic. One he
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ VMEM_BUDGET, BYTES = 10 * 2**20, 24
 """Bytes that one step may take; of one number of x: two buffers in, two out, and what splice keeps beside them."""
 
 
-def write_block(given: Mapping[str, Any], out, count, *, layout: str, rotary: int, interpret) -> None:
-    """Writes R · (x + u v) of a block, references by name, to `out` [tokens, (K,) H]; zeros from token `count` on."""
-    heads = 1 if out.ndim == 2 else out.shape[1]
+def _write_block(names: tuple[str, ...], layout: str, rotary: int, interpret, refs, out, count) -> None:
+    """Writes R · (x + u v) of a block to `out` [tokens, (K,) H], rounded; zeros from token `count` on."""
+    given, heads = dict(zip(names, refs, strict=False)), 1 if out.ndim == 2 else out.shape[1]
     count = jnp.clip(count, 0, out.shape[0])
 
     @pl.loop(0, (count + UNIT - 1) // UNIT)
@@ -73,8 +73,7 @@ def _partner(value: Array, rotary: int, layout: str) -> Array:
             return pltpu.roll(value, width - by, 1)
         return jnp.concatenate([value[:, by:], value[:, :by]], 1)
 
-    if layout == "half" and rotary == width:
-        return ahead(step)
+    # Of a whole head in halves both are the same, which the compiler sees.
     return jnp.where(channel < step if layout == "half" else channel % 2 == 0, ahead(step), ahead(width - step))
 
 
@@ -104,9 +103,8 @@ def _store(ref, at: pl.Slice, values: list[Array], interpret) -> None:
 
 
 def _in_words(ref, interpret) -> bool:
-    """Returns whether heads are taken by words: they fill the lanes and lie without padding. Not where races are looked
-    for: that interpreter sees references in no other shape.
-    """
+    """Returns whether heads are taken by words: they fill the lanes and lie without padding."""
+    # The interpreter that looks for races sees references in no other shape.
     fits = ref.ndim == 3 and ref.shape[2] == LANES and (ref.shape[1] in (2, 4) or ref.shape[1] % 8 == 0)
     return fits and not isinstance(interpret, pltpu.InterpretParams)
 
@@ -117,22 +115,12 @@ def _words(ref, at: pl.Slice, pair: int):
     return words.at[pl.ds(pair, UNIT, ref.shape[1] // 2)]
 
 
-class Inputs(NamedTuple):
-    """What a launch reads: arrays by name, and how they go through a grid of (blocks of `block` tokens, layers).
+def prepare(operands: Operands, layout: str, length: Array | None, interpret: Any, most: int | None = None) -> tuple:
+    """Prepares a launch over a grid of (blocks of tokens, layers), with blocks of at most `most` tokens.
 
-    Attributes:
-      reach: the last of the scalars to prefetch: the length, and the last block that has any of it.
-    """
-
-    arrays: dict[str, Array]
-    specs: list[pl.BlockSpec]
-    block: int
-    grid: tuple[int, int]
-    reach: Int[Array, " 2"]
-
-
-def inputs_of(operands: Operands, layout: str, length: Array | None, most: int | None = None) -> Inputs:
-    """Prepares operands for a launch with blocks of at most `most` tokens.
+    Returns:
+      What writes a block, of (references of arrays, where to, tokens that count); the arrays; how they are read; tokens
+      in a block; the grid; and the last scalars to prefetch: the length, and the last block that has any of it.
 
     Raises:
       NotImplementedError: operands that these kernels do not take.
@@ -145,20 +133,9 @@ def inputs_of(operands: Operands, layout: str, length: Array | None, most: int |
     if operands.u is not None and operands.v is not None:
         arrays["u"], arrays["v"] = bfloat16_factors(operands.u, operands.v)
     if operands.cos is not None and operands.sin is not None:
-        arrays["cos"], arrays["sin"] = _tables(operands.cos, operands.sin, width, layout)
+        arrays["cos"], arrays["sin"] = _tables(flat(operands.cos, 2), flat(operands.sin, 2), width, layout)
     if isinstance(x, Codes):
-        along = f"groups of {x.group} tokens; expected {UNIT}, or all {tokens}"
-        refuse(
-            (heads > 1 and heads % 2 != 0, f"codes of {heads} heads; expected 1 or an even number"),
-            (columns % (2 * LANES) != 0, f"codes of {columns} columns; expected a multiple of {2 * LANES}"),
-            (not x.by_token and x.group != UNIT and x.group < tokens, along),
-        )
-        scales = {"scale": x.scale} if x.least is None else {"scale": x.scale, "least": x.least}
-        arrays |= {name: flat(leaf, 2) if x.by_token else flat(leaf, 2)[:, :, None] for name, leaf in scales.items()}
-        arrays["codes"] = flat(x.codes, 2)
-        if x.by_token:
-            group = jnp.arange(x.scale.shape[-1])[:, None]
-            arrays["columns"] = (jnp.arange(columns) // x.group == group).astype(jnp.bfloat16)[None]
+        arrays |= _arrays_of_codes(x)
     else:
         arrays["x"] = flat(x, 3)[:, :, 0] if heads == 1 else flat(x, 3)
 
@@ -169,57 +146,69 @@ def inputs_of(operands: Operands, layout: str, length: Array | None, most: int |
     room = (VMEM_BUDGET - 2 * 2 * rank * heads * lanes) // per_token // UNIT * UNIT
     refuse((room < UNIT, f"factors of rank {rank} over {columns} columns; expected fewer"))
     block = min(room, most or room, padded_width(tokens, UNIT))
+    length = jnp.int32(tokens) if length is None else jnp.clip(length, 0, tokens)
+    reach = jnp.stack([length, jnp.maximum((length + block - 1) // block - 1, 0)])  # scalars in a kernel are slow
 
-    rows_of: dict[str, int | None] = {"v": None, "columns": None}
-    if isinstance(x, Codes) and not x.by_token:
-        rows_of |= dict.fromkeys(("scale", "least"), None if x.group >= tokens else block // UNIT)
-
-    def spec(leaf: Array, rows: int | None) -> pl.BlockSpec:
-        """Returns how one layer of an array is read: `rows` of it, or all."""
+    def spec(name: str, leaf: Array) -> pl.BlockSpec:
+        """Returns how one layer of an array is read: by blocks of tokens, or all of it."""
         count, first, *inner = leaf.shape
+        grouped = name in ("scale", "least") and not x.by_token
+        whole = name in ("v", "columns") or (grouped and first == 1)
 
         def index(number, layer, *scalars):
             # Blocks past the length are not fetched: an index that stays as it was moves nothing.
-            place = 0 if rows is None else jnp.minimum(number, scalars[-1][1])
+            place = 0 if whole else jnp.minimum(number, scalars[-1][1])
             return (0 if count == 1 else layer if count == layers else layer % count, place, *([0] * len(inner)))
 
-        return pl.BlockSpec((None, rows or first, *inner), index)
+        return pl.BlockSpec((None, first if whole else block // UNIT if grouped else block, *inner), index)
 
-    length = jnp.int32(tokens) if length is None else jnp.clip(length, 0, tokens)
-    reach = jnp.stack([length, jnp.maximum((length + block - 1) // block - 1, 0)])  # scalars in a kernel are slow
-    specs = [spec(leaf, rows_of.get(name, block)) for name, leaf in arrays.items()]
-    return Inputs(arrays, specs, block, (-(-tokens // block), layers), reach)
+    write = functools.partial(_write_block, tuple(arrays), layout, operands.rotary, interpret)
+    specs = [spec(name, leaf) for name, leaf in arrays.items()]
+    return write, arrays.values(), specs, block, (-(-tokens // block), layers), reach
+
+
+def _arrays_of_codes(x: Codes) -> dict[str, Array]:
+    """Returns codes and scales by name: of groups of tokens [layers, groups, 1, K·H], of columns as they are."""
+    tokens, heads, width = x.shape[-3:]
+    columns = heads * width
+    along = not x.by_token and x.group != UNIT and x.group < tokens
+    refuse(
+        (heads > 1 and heads % 2 != 0, f"codes of {heads} heads; expected 1 or an even number"),
+        (columns % (2 * LANES) != 0, f"codes of {columns} columns; expected a multiple of {2 * LANES}"),
+        (along, f"groups of {x.group} tokens; expected {UNIT}, or all {tokens}"),
+    )
+    scales = {"scale": x.scale} if x.least is None else {"scale": x.scale, "least": x.least}
+    arrays = {name: flat(leaf, 2) if x.by_token else flat(leaf, 2)[:, :, None] for name, leaf in scales.items()}
+    if x.by_token:
+        group = jnp.arange(x.scale.shape[-1])[:, None]
+        arrays["columns"] = (jnp.arange(columns) // x.group == group).astype(jnp.bfloat16)[None]
+    return arrays | {"codes": flat(x.codes, 2)}
 
 
 def _tables(cos: Array, sin: Array, width: int, layout: str) -> tuple[Array, Array]:
-    """Returns cosine and signed sine of every channel of a head: 1 and 0 where nothing rotates.
-
-    With them a rotation is `x · cos + partner(x) · sin`, whichever half of its pair a channel is.
-    """
+    """Returns cosines and signed sines of channels, 1 and 0 where nothing rotates: R x = x · cos + partner(x) · sin."""
     if layout == "half":
         cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
     else:
         cos, sin = (jnp.stack(pair, -1).reshape(*cos.shape[:-1], -1) for pair in ((cos, cos), (-sin, sin)))
     rest = ((0, 0), (0, 0), (0, width - cos.shape[-1]))
-    return jnp.pad(flat(cos, 2), rest, constant_values=1.0), jnp.pad(flat(sin, 2), rest)
+    return jnp.pad(cos, rest, constant_values=1.0), jnp.pad(sin, rest)
 
 
-def _body(reach, *refs, names: tuple[str, ...], **plan) -> None:
+def _body(write, reach, *refs) -> None:
     """Writes one block of tokens of one layer."""
-    count = reach[0] - pl.program_id(0) * refs[-1].shape[0]
-    write_block(dict(zip(names, refs[:-1], strict=True)), refs[-1], count, **plan)
+    write(refs[:-1], refs[-1], reach[0] - pl.program_id(0) * refs[-1].shape[0])
 
 
 def kernel(
     operands: Operands, length: Int[Array, ""] | None, *, layout: str, interpret: pltpu.InterpretParams | bool = False
 ) -> Float[Array, "*leading T K H"]:
-    """Computes R · (x + u v) in bfloat16, zeros from token `length` on; NotImplementedError as `inputs_of`."""
-    arrays, specs, block, grid, reach = inputs_of(operands, layout, length)
+    """Computes R · (x + u v) in bfloat16, zeros from token `length` on; NotImplementedError as `prepare`."""
+    write, arrays, specs, block, grid, reach = prepare(operands, layout, length, interpret)
     tokens, *rows = operands.x.shape[-3:]
     rows = rows[1:] if rows[0] == 1 else rows
-    plan = {"names": tuple(arrays), "layout": layout, "rotary": operands.rotary, "interpret": interpret}
     run = pl.pallas_call(
-        functools.partial(_body, **plan),
+        functools.partial(_body, write),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
@@ -232,4 +221,4 @@ def kernel(
         interpret=interpret,
         name="rotate_patch",
     )
-    return run(reach, *arrays.values()).reshape(operands.x.shape)
+    return run(reach, *arrays).reshape(operands.x.shape)

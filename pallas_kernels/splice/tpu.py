@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from .._operands import LANES, Operands, refuse
-from ..rotate_patch.tpu import UNIT, inputs_of, write_block
+from ..rotate_patch.tpu import UNIT, prepare
 
 TILE = 16
 """Rows of bfloat16 in a tile: the least that a copy of rows of one head may cover."""
@@ -23,7 +23,7 @@ SLOT_LIMIT = 65536
 """Tokens whose slots fit the scalar memory."""
 
 
-def _body(slots, firsts, reach, *refs, names: tuple[str, ...], **plan) -> None:
+def _body(write_block, slots, firsts, reach, *refs) -> None:
     """Writes rows of several heads: copies start here and are awaited one step later, once the next have started."""
     pool, made, semaphores = refs[-3:]
     block, layer, layers = made.shape[1], pl.program_id(1), pl.num_programs(1)
@@ -49,14 +49,14 @@ def _body(slots, firsts, reach, *refs, names: tuple[str, ...], **plan) -> None:
 
     @pl.when(count > 0)
     def _():
-        write_block(dict(zip(names, refs, strict=False)), made.at[step % 2], count, **plan)
+        write_block(refs, made.at[step % 2], count)
         copies(step, "start")
 
     pl.when(step > 0)(lambda: copies(step - 1, "wait"))
     pl.when(step == pl.num_programs(0) * layers - 1)(lambda: copies(step, "wait"))
 
 
-def _rows_body(slots, firsts, reach, *refs, names: tuple[str, ...], **plan) -> None:
+def _rows_body(write_block, slots, firsts, reach, *refs) -> None:
     """Writes rows of one head: reads, changes and writes whole tiles."""
     pool, made, tiles = refs[-3:]
     (window, width), layer = made.shape, pl.program_id(1)
@@ -75,16 +75,15 @@ def _rows_body(slots, firsts, reach, *refs, names: tuple[str, ...], **plan) -> N
 
     @pl.when(count > 0)
     def _():
-        write_block(dict(zip(names, refs, strict=False)), made.at[pl.ds(0, block)], count, **plan)
+        write_block(refs, made.at[pl.ds(0, block)], count)
         # What is rolled into the window from behind the block must be a number, though none of it is written.
         made[pl.ds(block, TILE)] = jnp.zeros((TILE, width), jnp.float32)
         pl.when(first >= 0)(lambda: write(first, count, window, lambda by: pltpu.roll(made[...], by, 0)))
 
         @pl.loop(0, jnp.where(first >= 0, 0, count))
         def _(row):
-            slot = slots[start + row]
-            fresh = functools.partial(jnp.broadcast_to, made[pl.ds(row, 1)], (TILE, width))
-            pl.when(slot >= 0)(lambda: write(slot, 1, TILE, lambda _: fresh()))
+            slot, rows = slots[start + row], jnp.broadcast_to(made[pl.ds(row, 1)], (TILE, width))
+            pl.when(slot >= 0)(lambda: write(slot, 1, TILE, lambda _: rows))
 
 
 def kernel(
@@ -108,17 +107,13 @@ def kernel(
         (split, f"{pages} pages of {offsets} slots; expected a multiple of {TILE} of one head in a page"),
     )
     most = (total - TILE) // UNIT * UNIT if heads == 1 else None  # a window of one tile more must fit the pool
-    arrays, specs, block, grid, reach = inputs_of(operands, layout, length, most)
+    write_block, arrays, specs, block, grid, reach = prepare(operands, layout, length, interpret, most)
     if heads == 1:
-        window, flat = (block + TILE, width), pool.reshape(-1, total, width)
-        body, unit, scratch = _rows_body, block, [pltpu.VMEM(window, jnp.float32), pltpu.VMEM(window, pool.dtype)]
+        body, unit, flat = _rows_body, block, pool.reshape(-1, total, width)
+        scratch = [pltpu.VMEM((block + TILE, width), dtype) for dtype in (jnp.float32, pool.dtype)]
     else:
-        flat = pool.reshape(-1, total, heads, width)
-        body, unit, scratch = (
-            _body,
-            UNIT,
-            [pltpu.VMEM((2, block, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))],
-        )
+        body, unit, flat = _body, UNIT, pool.reshape(-1, total, heads, width)
+        scratch = [pltpu.VMEM((2, block, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))]
 
     # Slots, −1 where nothing is written; and of every unit the first if they are consecutive, else −1. What a block of
     # one head has past the length may be anything.
@@ -129,9 +124,8 @@ def kernel(
     fits |= (jnp.arange(places.size).reshape(fits.shape) >= reach[0]) & (heads == 1)
     firsts = jnp.where(fits.all(1), by_unit[:, 0], -1)
 
-    plan = {"names": tuple(arrays), "layout": layout, "rotary": operands.rotary, "interpret": interpret}
     run = pl.pallas_call(
-        functools.partial(body, **plan),
+        functools.partial(body, write_block),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=grid,
@@ -146,4 +140,4 @@ def kernel(
         interpret=interpret,
         name="splice",
     )
-    return run(places, firsts, reach, *arrays.values(), flat).reshape(pool.shape)
+    return run(places, firsts, reach, *arrays, flat).reshape(pool.shape)

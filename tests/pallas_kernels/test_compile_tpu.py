@@ -38,7 +38,7 @@ def cases(*pairs):
 def compiled(topology: str, function, *arguments, donate: tuple[int, ...] = ()) -> tuple[str, Any]:
     """Returns the program for one chip of a TPU that is not there, and what memory it takes."""
     program = compile_for(topology, function, arguments, donate)
-    return program.as_text(), program.memory_analysis()
+    return program.as_text() or "", program.memory_analysis()
 
 
 def copied(text: str) -> list[int]:
