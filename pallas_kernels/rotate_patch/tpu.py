@@ -195,11 +195,6 @@ def _tables(cos: Array, sin: Array, width: int, layout: str) -> tuple[Array, Arr
     return jnp.pad(cos, rest, constant_values=1.0), jnp.pad(sin, rest)
 
 
-def _body(write, reach, *refs) -> None:
-    """Writes one block of tokens of one layer."""
-    write(refs[:-1], refs[-1], reach[0] - pl.program_id(0) * refs[-1].shape[0])
-
-
 def kernel(
     operands: Operands, length: Int[Array, ""] | None, *, layout: str, interpret: pltpu.InterpretParams | bool = False
 ) -> Float[Array, "*leading T K H"]:
@@ -207,8 +202,12 @@ def kernel(
     write, arrays, specs, block, grid, reach = prepare(operands, layout, length, interpret)
     tokens, *rows = operands.x.shape[-3:]
     rows = rows[1:] if rows[0] == 1 else rows
+
+    def body(reach, *refs) -> None:
+        write(refs[:-1], refs[-1], reach[0] - pl.program_id(0) * block)
+
     run = pl.pallas_call(
-        functools.partial(_body, write),
+        body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,

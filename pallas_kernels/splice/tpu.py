@@ -64,7 +64,7 @@ def _rows_body(write_block, slots, firsts, reach, *refs) -> None:
     count, first = jnp.clip(reach[0] - start, 0, block), firsts[pl.program_id(0)]
 
     def write(slot, count, rows: int, fresh) -> None:
-        """Writes `count` rows to slots from `slot` on, in a window of `rows` rows: fresh(i) has them from i on."""
+        """Writes `count` rows to slots from `slot` on, inside `rows` rows of the pool: fresh(i) has them from i on."""
         place = pl.multiple_of(jnp.minimum(slot // TILE * TILE, pool.shape[1] - rows), TILE)
         there, here = pool.at[layer, pl.ds(place, rows)], tiles.at[pl.ds(0, rows)]
         row = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0) - (slot - place)
@@ -76,8 +76,6 @@ def _rows_body(write_block, slots, firsts, reach, *refs) -> None:
     @pl.when(count > 0)
     def _():
         write_block(refs, made.at[pl.ds(0, block)], count)
-        # What is rolled into the window from behind the block must be a number, though none of it is written.
-        made[pl.ds(block, TILE)] = jnp.zeros((TILE, width), jnp.float32)
         pl.when(first >= 0)(lambda: write(first, count, window, lambda by: pltpu.roll(made[...], by, 0)))
 
         @pl.loop(0, jnp.where(first >= 0, 0, count))

@@ -136,6 +136,14 @@ def test_slots_that_are_named_and_no_others_are_written(name: str):
             assert not rows[..., shape.width :].any()
 
 
+def test_factors_of_fewer_leading_dimensions_are_shared():
+    given = draw(ChunkShape("shared", 6, 9, 2, 128, 128, 4), jax.random.key(4), "float32")
+    given |= {"x": given["x"].reshape(2, 3, 9, 2, 128), "u": given["u"][:3], "v": given["v"][0]}
+    with targeting("tpu", True):
+        found, wanted = (np.asarray(rotate_patch(**given, implementation=name), np.float64) for name in ("tpu", "xla"))
+    assert_rounded_once(found, wanted)
+
+
 def test_derivatives_are_the_references():
     shape = ALL["partial"]
     given = draw(shape, jax.random.key(2))
