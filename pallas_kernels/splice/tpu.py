@@ -2,8 +2,8 @@
 
 A block of tokens is made as rotate_patch makes it, then copied to its slots. Where a slot is a row [K, H] of the pool,
 every 32 tokens whose slots are consecutive are one copy, else every token is, and copies overlap with the next block. A
-channel of one head is stored with its tokens packed into tiles of 16: there a block reads the tiles it touches,
-replaces its rows, and writes them back, one after the other.
+channel of one head is stored with its tokens packed into tiles of 16: there a block whose slots are consecutive, else
+every 32 tokens, else a token, reads the tiles it touches, replaces its rows, and writes them back, one after the other.
 """
 
 import functools
@@ -78,10 +78,16 @@ def _rows_body(write_block, slots, firsts, reach, *refs) -> None:
         write_block(refs, made.at[pl.ds(0, block)], count)
         pl.when(first >= 0)(lambda: write(first, count, window, lambda by: pltpu.roll(made[...], by, 0)))
 
-        @pl.loop(0, jnp.where(first >= 0, 0, count))
-        def _(row):
-            slot, rows = slots[start + row], jnp.broadcast_to(made[pl.ds(row, 1)], (TILE, width))
-            pl.when(slot >= 0)(lambda: write(slot, 1, TILE, lambda _: rows))
+        @pl.loop(0, jnp.where(first >= 0, 0, (count + UNIT - 1) // UNIT))
+        def _(unit):
+            row, first = pl.multiple_of(unit * UNIT, UNIT), firsts[pl.num_programs(0) + start // UNIT + unit]
+            end, piece = jnp.minimum(row + UNIT, count), made[pl.ds(row, UNIT + TILE)]
+            pl.when(first >= 0)(lambda: write(first, end - row, UNIT + TILE, lambda by: pltpu.roll(piece, by, 0)))
+
+            @pl.loop(jnp.where(first >= 0, end, row), end)
+            def _(row):
+                slot, token = slots[start + row], jnp.broadcast_to(made[pl.ds(row, 1)], (TILE, width))
+                pl.when(slot >= 0)(lambda: write(slot, 1, TILE, lambda _: token))
 
 
 def kernel(
@@ -107,20 +113,22 @@ def kernel(
     most = (total - TILE) // UNIT * UNIT if heads == 1 else None  # a window of one tile more must fit the pool
     write_block, arrays, specs, block, grid, reach = prepare(operands, layout, length, interpret, most)
     if heads == 1:
-        body, unit, flat = _rows_body, block, pool.reshape(-1, total, width)
+        body, flat = _rows_body, pool.reshape(-1, total, width)
         scratch = [pltpu.VMEM((block + TILE, width), dtype) for dtype in (jnp.float32, pool.dtype)]
     else:
-        body, unit, flat = _body, UNIT, pool.reshape(-1, total, heads, width)
+        body, flat = _body, pool.reshape(-1, total, heads, width)
         scratch = [pltpu.VMEM((2, block, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))]
 
-    # Slots, −1 where nothing is written; and of every unit the first if they are consecutive, else −1. What a block of
-    # one head has past the length may be anything.
+    # Slots, −1 where nothing is written; and of every unit the first if they are consecutive, else −1: of one head of
+    # whole blocks, then of 32 tokens, where what is past the length may be anything.
     named = (slots >= 0) & (slots < total) & (jnp.arange(tokens) < reach[0])
     places = jnp.pad(jnp.where(named, slots, -1), (0, -tokens % block), constant_values=-1)
-    by_unit = places.reshape(-1, unit)
-    fits = by_unit == by_unit[:, :1] + jnp.arange(unit)
-    fits |= (jnp.arange(places.size).reshape(fits.shape) >= reach[0]) & (heads == 1)
-    firsts = jnp.where(fits.all(1), by_unit[:, 0], -1)
+    past = (jnp.arange(places.size) >= reach[0]) & (heads == 1)
+    firsts = []
+    for unit in (block, UNIT) if heads == 1 else (UNIT,):
+        by_unit = places.reshape(-1, unit)
+        fits = (by_unit == by_unit[:, :1] + jnp.arange(unit)) | past.reshape(-1, unit)
+        firsts.append(jnp.where(fits.all(1), by_unit[:, 0], -1))
 
     run = pl.pallas_call(
         functools.partial(body, write_block),
@@ -138,4 +146,4 @@ def kernel(
         interpret=interpret,
         name="splice",
     )
-    return run(places, firsts, reach, *arrays, flat).reshape(pool.shape)
+    return run(places, jnp.concatenate(firsts), reach, *arrays, flat).reshape(pool.shape)
