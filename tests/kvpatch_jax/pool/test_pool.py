@@ -133,24 +133,25 @@ def test_moved_vectors_keep_their_bits(unchecked, padded: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("implementation", "pages"), [("xla", 9), ("tpu", 10)])
+@pytest.mark.parametrize(("implementation", "pages"), [("xla", 4), ("tpu", 5)])
 def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, pages: int):
     """A padded pool of whole tiles, not a number everywhere. Each in a shape of its own: programs stay as compiled."""
-    chunk = chunk_of("mla", length=19)
+    chunk = chunk_of("mla", length=19, dtype=jnp.bfloat16)
     layout = chunk.layout
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
     slots = np.arange(5, 5 + chunk.tokens, dtype=np.int32)
     made = kvp.apply_patch(chunk, patch, 11, ("A",))
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    empty = kvp.pool.make_pool(layout, pages, 8, jnp.float32, padded=True)
+    empty = kvp.pool.make_pool(layout, pages, 16, jnp.bfloat16, padded=True)
     splice = lambda pool: kvp.pool.splice(pool, slots, kvp.Placed(chunk, patch, 11, ("A",)))
     with targeting(implementation.replace("xla", "cpu"), interpret):
         assert ("pallas_call" in str(jax.make_jaxpr(splice)(empty))) == (implementation == "tpu")
         pool = splice({name: value * jnp.nan for name, value in empty.items()})
     kept = slots[: chunk.length]
     for name, value in kvp.pool.read_slots(pool, kept, layout).items():
-        np.testing.assert_allclose(value, made[name][:, : chunk.length], atol=2e-5)
-    others = np.setdiff1d(np.arange(pages * 8), kept)
+        found, wanted = (np.asarray(leaf, np.float32) for leaf in (value, made[name][:, : chunk.length]))
+        np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=2**-9)
+    others = np.setdiff1d(np.arange(pages * 16), kept)
     for name, value in pool.items():
         flat = np.asarray(value).reshape(layout.layers, -1, 128)
         assert not bits(flat[:, kept, layout.channel(name).width :]).any()
