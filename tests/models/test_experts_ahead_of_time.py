@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from evals.bench.ahead_of_time import SHARED_MEMORY, compile_for
 from kvpatch_jax.models.attention import Mask, attention
 from kvpatch_jax.models.decoder.grouped import mix_experts
-from pallas_kernels._ahead_of_time import SHARED_MEMORY, compile_for
 from tests.models.test_experts import MODEL, mix_30b, shapes_of_30b
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 

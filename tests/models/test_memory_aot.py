@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-from pallas_kernels._ahead_of_time import compile_for
+from evals.bench.ahead_of_time import compile_for
 from tests.models.compiled_memory import (
     TWELVE_MEGAPIXELS,
     Program,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from ahead_of_time import without_the_compilation_cache  # noqa: F401
 
+from evals.bench.ahead_of_time import SHARED_MEMORY, compile_for
 from pallas_kernels import factorise, rotate_patch, splice
-from pallas_kernels._ahead_of_time import SHARED_MEMORY, compile_for
 from pallas_kernels.shapes import LARGE_MATRICES, PRODUCTION, ChunkShape, arguments_of
 
 pytestmark = [

@@ -12,9 +12,9 @@ import pytest
 from ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 import kvpatch_jax as kvp
+from evals.bench.ahead_of_time import compile_for
 from kvpatch_jax.cache import Antecedent, ChunkKey, PatchMetadata
 from pallas_kernels import rotate_patch, splice
-from pallas_kernels._ahead_of_time import compile_for
 from pallas_kernels.shapes import PRODUCTION, ChunkShape, arguments_of
 
 pytestmark = [

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import kvpatch_jax as kvp
+from evals.bench.ahead_of_time import compile_for
 from kvpatch_jax.core import encode_kv, ops, quantised
-from pallas_kernels._ahead_of_time import compile_for
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 pytestmark = pytest.mark.aot

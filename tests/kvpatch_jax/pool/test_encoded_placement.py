@@ -134,7 +134,9 @@ def test_codes_that_a_kernel_would_decode_at_once_become_the_same_bits(word, mon
     monkeypatch.setattr(ops, "codes_of", lambda packed: (seen.append(packed.shape), codes_of(packed))[1])
 
     def run():
-        applied = jax.jit(lambda: ops.apply(layout, placed.kv, placed.factors, chunk.local, jnp.asarray(placed.start)))()
+        applied = jax.jit(
+            lambda: ops.apply(layout, placed.kv, placed.factors, chunk.local, jnp.asarray(placed.start))
+        )()
         # A function of its own is traced anew.
         write = jax.jit(lambda *given: pool.write_piece.__wrapped__(layout, *given))
         return applied, write(pools, *where, dict(placed.kv), placed.factors)

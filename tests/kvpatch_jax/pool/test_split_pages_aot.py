@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from split_pages import CASES, COLLECTIVE, bytes_of, layout_of, row_of
 
+from evals.bench.ahead_of_time import ENVIRONMENT
 from kvpatch_jax.pool import page_format
-from pallas_kernels._ahead_of_time import ENVIRONMENT
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 pytestmark = [

@@ -8,7 +8,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from ._target import targeting
+from pallas_kernels import targeting
 
 SHARED_MEMORY = 232_448
 HOPPER = f"""gpu_device_info {{
