@@ -202,7 +202,7 @@ def line_of(case, low, error=0.5):
 
 
 def test_dispatch_reads_the_least_of_what_a_kernel_gained_and_nothing_of_a_wrong_one(tmp_path, monkeypatch):
-    lines = [line_of("right", 1.5), line_of("right", 1.2), line_of("wrong", 2.0), line_of("wrong", 0.0, error=None)]
+    lines = [line_of("right", 1.5), line_of("right", 1.2), line_of("wrong", 2.0), line_of("wrong", 0.0, error=7.0)]
     lines += [{"key": "e", "environment": {"device": "A GPU"}}, line_of("died", 3.0)]
     lines += [{"key": "d", "probe": "died", "stage": "times", "failed": "status -11"}]
     for name in ("lines.jsonl", "tiny-lines.jsonl"):
