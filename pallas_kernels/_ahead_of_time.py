@@ -35,9 +35,7 @@ ENVIRONMENT = {
 """What libtpu wants to hear where there is no TPU."""
 
 
-def compile_for(
-    kind: str, function: Callable, arguments: Any, donate: tuple[int, ...] = ()
-) -> jax.stages.Compiled:
+def compile_for(kind: str, function: Callable, arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
     """Compiles a function for one device that is not there, kernels chosen as on its platform.
 
     Args:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 
@@ -24,7 +24,6 @@ IMPLEMENTATIONS = ("xla", "gpu", "tpu")
 RESULTS = Path(__file__).with_name("results")
 """What was measured on devices, a file for each: a link to `evals/bench/results`."""
 _PREFERRED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("preferred", default=None)
-Result = TypeVar("Result")
 
 
 class Case(NamedTuple):
@@ -40,8 +39,8 @@ class Case(NamedTuple):
     packed: bool = False
 
     def __str__(self) -> str:
-        words = ["one head" if self.one_head else "several heads", *["patched"] * self.patched, *["4 bits"] * self.packed]
-        return f"{self.operation}, {', '.join(words)}"
+        heads = "one head" if self.one_head else "several heads"
+        return f"{self.operation}, {heads}{', patched' * self.patched}{', 4 bits' * self.packed}"
 
 
 @contextlib.contextmanager
@@ -108,7 +107,7 @@ def candidates(case: Case) -> tuple[str, ...]:
     return (platform, "xla") if wins else ("xla",)
 
 
-def dispatch(
+def dispatch[Result](
     case: Case,
     implementation: str | Sequence[str] | None,
     run: Callable[[str], Result],

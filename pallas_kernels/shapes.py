@@ -97,8 +97,8 @@ def arguments_of(shape: ChunkShape, factors: str = "bfloat16", dtype: str = "bfl
     if shape.group:
         count = -(-(columns if shape.by_token else tokens) // shape.group)
         groups = (layers, tokens, count) if shape.by_token else (layers, count, columns)
-        scale = jax.ShapeDtypeStruct(groups, jnp.bfloat16)
-        codes = jax.ShapeDtypeStruct((layers, tokens, columns // 2), jnp.uint8)
+        scale: Any = jax.ShapeDtypeStruct(groups, jnp.bfloat16)
+        codes: Any = jax.ShapeDtypeStruct((layers, tokens, columns // 2), jnp.uint8)
         x = Codes(codes, scale, scale, heads, shape.group, shape.by_token)
     given: dict[str, Any] = {"x": x}
     if shape.rotary:

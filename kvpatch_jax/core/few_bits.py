@@ -9,8 +9,7 @@ features (measured: docs/experiments/bytes.md).
 
 Codes of b bits are cut into planes of 1, 2, 4 and 8 bits (6 = 4 + 2), and a plane of w bits holds 8/w codes in a byte:
 byte j has those of columns j, j + n, j + 2n, … of n = columns·w/8. So unpacking is a shift, without a transpose, and
-there is no byte order. Factors in int8 or float8 have these numbers themselves as codes, and float32 scales, which
-kernels multiply by (`scaled`).
+there is no byte order. Factors in int8 or float8 have these numbers themselves as codes, and float32 scales (`scaled`).
 """
 
 import dataclasses

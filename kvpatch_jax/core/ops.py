@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, Num
 
-from pallas_kernels import factorise, rotate_patch
+from pallas_kernels import Case, Codes, candidates, factorise, rotate_patch
 from pallas_kernels.factorise import merge as merge_factors
 
 from .buckets import Buckets
@@ -276,7 +276,8 @@ def apply(
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
     """Computes R(start + local) · (kv + u v) from phase-free kv and a patch, rounded once. Kamera eq. 1.
 
-    Packed channels are decoded one layer at a time, to the numbers that their decoded twins have. Without factors the
+    Packed channels are decoded one layer at a time, to the numbers that their decoded twins have, or, in four bits, by
+    a kernel where one is taken. Without factors the
     result is exactly the rotation. For shapes see the module's docstring; the result has kv's shapes and dtypes.
     """
     arguments = operator_arguments(layout, factors, local, start, layers)
@@ -284,6 +285,8 @@ def apply(
     # Channels of as many layers and one order of pairs go through one loop.
     for names, kernel in layout.kernels(rotate_patch):
         packed: dict[str, Any] = {name: kv[name] for name in names if isinstance(kv[name], PackedArray)}
+        for name in [name for name in packed if kernel_decodes("rotate_patch", packed[name], arguments[name])]:
+            result[name] = kernel(codes_of(packed.pop(name)), **arguments[name])
         if packed:
             result |= jax.lax.map(_layer_program(arguments, kernel), _layered(packed, arguments))
 
@@ -293,6 +296,19 @@ def apply(
         kernel = functools.partial(rotate_patch, layout=layout.rope_of(name).cached)
         result[name] = kernel(kv[name], **own) if own else kv[name]  # pyright: ignore[reportArgumentType]
     return result
+
+
+def kernel_decodes(operation: str, packed: PackedArray, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a kernel is tried for an operation on a packed channel: in four bits, decoded to bfloat16."""
+    if packed.bits != 4 or packed.scaled or packed.dtype != jnp.bfloat16 or packed.heads is None:
+        return False
+    return candidates(Case(operation, packed.heads == 1, "u" in arguments, packed=True))[0] != "xla"
+
+
+def codes_of(packed: PackedArray) -> Codes:
+    """Returns an array of four bits as kernels take it."""
+    (codes,), heads = packed.planes, packed.heads or 1
+    return Codes(codes, packed.scale, packed.least, heads, packed.group, packed.axis == -1)
 
 
 def _layered(kv: Mapping[str, PackedArray], arguments: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, dict]]:

@@ -102,26 +102,31 @@ def write_piece(
     describe_program("write_piece", f"placing of {len(slots)} tokens")
     arguments = ops.operator_arguments(layout, factors, local, start, layers)
 
-    def write(pools: Pools, values: Mapping[str, Array], arguments: Mapping[str, Any], layer: Any = None) -> Pools:
+    def write(pools: Pools, values: Mapping[str, Any], arguments: Mapping[str, Any], layer: Any = None) -> Pools:
         """Writes rows of all layers in one launch, or those of one layer."""
         engine, source = dict(pools.engine), dict(pools.source)
         for name, value in values.items():
-            # A prefill's rows have a batch axis of 1.
-            rows = value.reshape(*value.shape[: 1 if layer is None else 0], *value.shape[-3:])
-            rows, operands, cached = rows.astype(engine[name].dtype), arguments[name], layout.rope_of(name).cached
+            operands, cached = arguments[name], layout.rope_of(name).cached
+            if is_packed(value):
+                rows = ops.codes_of(value)
+            else:
+                # A prefill's rows have a batch axis of 1.
+                rows = value.reshape(*value.shape[: 1 if layer is None else 0], *value.shape[-3:])
+                rows = rows.astype(engine[name].dtype)
             if name in source:
                 # The pool must hold the rotated source, bit for bit: then rotating the source again gives the same.
                 rotation = {word: operands[word] for word in ("cos", "sin", "scale")}
                 patching = {word: operand for word, operand in operands.items() if word not in rotation}
-                rows = jax.lax.optimization_barrier(rotate_patch(rows, **patching) if patching else rows)
+                if patching or is_packed(value):
+                    rows = jax.lax.optimization_barrier(rotate_patch(rows, **patching))
                 source[name] = _scattered(source[name], slots, rows, length, layer)
                 operands = rotation
             engine[name] = _scattered(engine[name], slots, rows, length, layer, layout=cached, **operands)
         return Pools(engine, source)
 
     names = [name for name in pools.engine if name in kv]
-    plain: dict[str, Any] = {name: kv[name] for name in names if not is_packed(kv[name])}
-    pools = write(pools, plain, arguments)
+    by_layer = {name for name in names if is_packed(kv[name]) and not _kernel_takes(pools, name, kv[name], arguments)}
+    pools = write(pools, {name: kv[name] for name in names if name not in by_layer}, arguments)
 
     def decode_and_write(pools: Pools, operands: tuple[Array, Any]) -> tuple[Pools, None]:
         layer, (codes, layered) = operands
@@ -131,19 +136,25 @@ def write_piece(
 
     # Packed channels on the same layers go through one loop: of several, XLA copies the pools.
     for group, _ in layout.kernels(rotate_patch):
-        codes = {name: kv[name] for name in group if name in names and is_packed(kv[name])}
+        codes = {name: kv[name] for name in group if name in by_layer}
         if codes:
             layered = {name: ops.layered_arguments(arguments[name]) for name in codes}
             pools, _ = jax.lax.scan(decode_and_write, pools, (jnp.arange(layout.depth(group[0])), (codes, layered)))
     return pools
 
 
+def _kernel_takes(pools: Pools, name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a kernel is tried on a packed channel, all layers at once."""
+    operation = "rotate_patch" if name in pools.source else "splice"
+    return value.dtype == pools.engine[name].dtype and ops.kernel_decodes(operation, value, arguments[name])
+
+
 def _scattered(
-    pool: Array, slots: Array, rows: Array, length: Array, layer: Any = None, *, layout: str = "half", **operands: Any
+    pool: Array, slots: Array, rows: Any, length: Array, layer: Any = None, *, layout: str = "half", **operands: Any
 ) -> Array:
     """Returns a pool with R · (rows + u v) at slots, of all layers by the kernel, or of one layer."""
     if layer is None:
-        return splice_kernel(pool, slots, rows.astype(pool.dtype), layout=layout, length=length, **operands)
+        return splice_kernel(pool, slots, rows, layout=layout, length=length, **operands)
     pages, size = pool.shape[1:3]
     rows = rotate_patch(rows, layout=layout, **operands) if operands else rows
     rows = jnp.pad(rows.astype(pool.dtype), [(0, 0), (0, 0), (0, pool.shape[-1] - rows.shape[-1])])

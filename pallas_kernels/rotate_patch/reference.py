@@ -1,6 +1,7 @@
 """The XLA path of rotate_patch: what every kernel is held against."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +83,8 @@ def rotate_patch(
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "*leading T K H"]:
     """Computes R · (x + u v + dense) in `out_dtype`; tokens from `length` on are zero. See `api.rotate_patch`."""
-    out_dtype = operands.x.dtype if out_dtype is None else out_dtype
-    at_once = functools.partial(_rotate_patch, layout=layout, out_dtype=out_dtype)
+    out: Any = operands.x.dtype if out_dtype is None else out_dtype
+    at_once = functools.partial(_rotate_patch, layout=layout, out_dtype=out)
     if operands.u is None or not _by_layer(operands):
         return at_once(operands, length)
 
@@ -106,7 +107,12 @@ def _by_layer(operands: Operands) -> bool:
     type.
     """
     x, cos = operands.x, operands.cos
-    if isinstance(x, Codes) or x.ndim <= 3 or jax.typeof(x).sharding.spec[0] is not None or (cos is not None and cos.ndim >= x.ndim - 1):
+    if (
+        isinstance(x, Codes)
+        or x.ndim <= 3
+        or jax.typeof(x).sharding.spec[0] is not None
+        or (cos is not None and cos.ndim >= x.ndim - 1)
+    ):
         return False
     layered = [leaf for leaf in operands._replace(cos=None, sin=None) if leaf is not None]
     return all(leaf.shape[: x.ndim - 3] == x.shape[:-3] for leaf in layered)

@@ -53,7 +53,8 @@ def splice(
 
     Raises:
       KernelError: a concrete slot out of range, or two alike;
-      slots that are not integers, or x of another dtype than the pool; arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
+      slots that are not integers, x of another dtype than the pool, arrays that do not fit, a rank beyond the width of
+      what is patched, or an unknown layout word.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     operands = Operands(x, cos, sin, u, v, dense)

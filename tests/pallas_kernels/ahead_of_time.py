@@ -1,16 +1,8 @@
-"""What the ahead-of-time tests share: compiling for a device that is not there; the arguments of kernels as shapes."""
+"""What ahead-of-time tests share: no cache of compiled programs."""
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-
-from pallas_kernels._ahead_of_time import (  # noqa: F401
-    SHARED_MEMORY,
-    SPEC,
-    chunk_of,
-    compile_for_h200,
-    compile_on,
-)
 
 
 @pytest.fixture(autouse=True)

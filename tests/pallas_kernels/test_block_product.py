@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import INTERPRETED
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
     KernelError,
@@ -18,6 +18,7 @@ from pallas_kernels import (
 from pallas_kernels.block_product import what_runs
 from tests.arrays import placed
 
+INTERPRETED = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 MATRICES, DEPTH, WIDTH, ROWS, BLOCKS = 5, 128, 192, 64, 3
 
 
@@ -45,7 +46,7 @@ def rounded_once(found: Any, wanted: np.ndarray) -> None:
 def test_each_block_is_multiplied_by_its_matrix(platform):
     x, stack = drawn()
     which = [4, 0, 4]
-    with targeting("gpu", INTERPRETED["gpu"]):
+    with targeting("gpu", INTERPRETED):
         run = jax.jit(lambda *given: block_product(*given, implementation=platform))
         found = run(x, stack, placed(which, jnp.int32), jnp.int32(BLOCKS))
     assert found.dtype == x.dtype
@@ -56,7 +57,7 @@ def test_blocks_behind_the_last_are_not_looked_at():
     """Their matrices need not exist, and their rows may hold anything."""
     x, stack = drawn()
     x = x.at[ROWS:].set(jnp.nan)
-    with targeting("gpu", INTERPRETED["gpu"]):
+    with targeting("gpu", INTERPRETED):
         found = jax.jit(lambda *given: block_product(*given, implementation="gpu"))(
             x, stack, placed([2, 1 << 20, -7], jnp.int32), jnp.int32(1)
         )
@@ -74,7 +75,7 @@ def test_has_the_references_derivatives():
         )
         return jax.jit(jax.grad(loss, (0, 1)))(x, stack)
 
-    with targeting("gpu", INTERPRETED["gpu"]):
+    with targeting("gpu", INTERPRETED):
         found, wanted = slope("gpu"), slope("xla")
     for one, other in zip(found, wanted, strict=True):
         largest = float(jnp.abs(other).max())

@@ -1,4 +1,4 @@
-"""splice: equal to rotate_patch where slots say, bit-equal elsewhere, in place, and what it refuses."""
+"""splice on the XLA path: equal to rotate_patch where slots say, bit-equal elsewhere, in place, and what it refuses."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 # pyright: reportCallIssue=false, reportOptionalMemberAccess=false
 
@@ -6,30 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chunks import GQA, SHAPES, arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import INTERPRETED, arrays, narrow_arrays
 
-from pallas_kernels import (
-    KernelError,
-    KernelUnavailableError,
-    rotate_patch,
-    splice,
-    targeting,
-)
-from pallas_kernels.rotate_patch.shapes import RotateShape
-from pallas_kernels.splice.shapes import SMALL, SpliceShape
+from pallas_kernels import KernelError, KernelUnavailableError, rotate_patch, splice
+from pallas_kernels.shapes import ChunkShape
 from tests.arrays import placed
 from tests.compilations import compilations
 
-
-def pool_of(shape: SpliceShape, dtype=jnp.float32, seed: int = 7) -> jax.Array:
-    return placed(np.random.default_rng(seed).standard_normal(shape.pool), dtype)
+PAGES, PAGE_SIZE, TOTAL = 5, 4, 20
 
 
-def slots_of(shape: SpliceShape, seed: int = 3) -> np.ndarray:
-    order = np.random.default_rng(seed).permutation(shape.pages * shape.page_size)
-    return order[: shape.chunk.tokens].astype(np.int32)
+def pool_of(shape: ChunkShape, dtype=jnp.float32, seed: int = 7) -> jax.Array:
+    return placed(np.random.default_rng(seed).standard_normal(shape.pool(PAGES, PAGE_SIZE)), dtype)
+
+
+def slots_of(shape: ChunkShape, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(TOTAL)[: shape.tokens].astype(np.int32)
 
 
 def flat(pool) -> np.ndarray:
@@ -39,18 +33,13 @@ def flat(pool) -> np.ndarray:
     return bits.reshape(*bits.shape[:-4], -1, *bits.shape[-2:])
 
 
-WRITTEN = [("pairs", jnp.float32), ("mla", jnp.float32), ("plain", jnp.float32), (SMALL[0].name, jnp.bfloat16)]
-"""Shapes of whole rows; the others are looked at in rows of whole lanes."""
-
-
-@pytest.mark.parametrize(("name", "dtype"), WRITTEN)
-def test_writes_what_rotate_patch_makes_and_nothing_else(name: str, dtype):
-    shape = next(shape for shape in SMALL if shape.name == name)
-    chunk, slots, pool = arrays(shape.chunk, dtype), slots_of(shape), pool_of(shape, dtype)
+@pytest.mark.parametrize(("shape", "dtype"), [(SHAPES[1], jnp.float32), (SHAPES[4], jnp.float32), (GQA, jnp.bfloat16)])
+def test_writes_what_rotate_patch_makes_and_nothing_else(shape: ChunkShape, dtype):
+    chunk, slots, pool = arrays(shape, dtype), slots_of(shape), pool_of(shape, dtype)
     before = flat(pool)
-    made = jax.jit(rotate_patch, static_argnames="layout")(**chunk, layout=shape.chunk.layout)
-    found = flat(splice(pool, slots, **chunk, layout=shape.chunk.layout))
-    others = np.setdiff1d(np.arange(shape.pages * shape.page_size), slots)
+    made = jax.jit(rotate_patch, static_argnames="layout")(**chunk, layout=shape.layout)
+    found = flat(splice(pool, slots, **chunk, layout=shape.layout))
+    others = np.setdiff1d(np.arange(TOTAL), slots)
     assert others.size
     assert (found[..., others, :, :] == before[..., others, :, :]).all()
     wide = lambda bits: bits.view(np.float32) if dtype == jnp.float32 else bits.view(jnp.bfloat16).astype(np.float32)
@@ -58,65 +47,34 @@ def test_writes_what_rotate_patch_makes_and_nothing_else(name: str, dtype):
     np.testing.assert_allclose(wide(found[..., slots, :, :]), np.asarray(made, np.float32), **tolerance)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, marks=() if shape.name in ("partial", "ragged", "bare") else pytest.mark.slow)
-        for shape in SMALL
-    ],
-    ids=lambda shape: shape.name,
-)
-def test_rows_padded_to_whole_lanes_get_the_same_bits_then_zeros(shape: SpliceShape):
-    dtype = jnp.bfloat16 if shape.chunk.heads > 1 else jnp.float32
-    chunk, slots = arrays(shape.chunk, dtype), slots_of(shape)
-    more = {"layout": shape.chunk.layout}
-    pads = [(0, 0)] * (len(shape.pool) - 1) + [(0, -shape.pool[-1] % 128)]
-    padded = jnp.pad(pool_of(shape, dtype), pads, constant_values=jnp.nan)
-    before, narrow = flat(padded), flat(splice(pool_of(shape, dtype), slots, **chunk, **more))
-    found = flat(splice(padded, slots, **chunk, **more))
-    width = shape.pool[-1]
-    others = np.setdiff1d(np.arange(shape.pages * shape.page_size), slots)
+@pytest.mark.parametrize("shape", SHAPES[2:4], ids=lambda shape: shape.name)
+def test_rows_padded_to_whole_lanes_get_the_same_bits_then_zeros(shape: ChunkShape):
+    chunk, slots, width = arrays(shape, jnp.bfloat16), slots_of(shape), shape.width
+    padded = jnp.pad(pool_of(shape, jnp.bfloat16), [(0, 0)] * 4 + [(0, -width % 128)], constant_values=jnp.nan)
+    before, narrow = flat(padded), flat(splice(pool_of(shape, jnp.bfloat16), slots, **chunk, layout=shape.layout))
+    found = flat(splice(padded, slots, **chunk, layout=shape.layout))
+    others = np.setdiff1d(np.arange(TOTAL), slots)
     assert (found[..., others, :, :] == before[..., others, :, :]).all()
     assert (found[..., slots, :, :width] == narrow[..., slots, :, :]).all()
     assert (found[..., slots, :, width:] == 0).all()
 
 
-NARROW = [
-    pytest.param("tpu", "half", 2, 1, None, marks=pytest.mark.slow),
-    pytest.param("gpu", "pairs", 1, 2, None, marks=pytest.mark.slow),
-    ("tpu", "half", 2, 1, "int8"),
-]
-
-
-@pytest.mark.parametrize(("implementation", "layout", "layers", "heads", "dtype"), NARROW)
-def test_kernels_write_narrow_channels_into_rows_of_whole_lanes(implementation, layout, layers, heads, dtype):
-    chunk = RotateShape("narrow", (layers,), 20, heads, 64, 64, 3, layout)
-    given = arrays(chunk, dtype=jnp.bfloat16) if dtype is None else narrow_arrays(chunk, dtype)[0]
-    slots = np.arange(7, 27, dtype=np.int32)
-    run = lambda pool, name: splice(pool, slots, **given, layout=layout, length=jnp.int32(18), implementation=name)
-    pool = lambda: jnp.full((layers, 4, 16, heads, 128), jnp.nan, jnp.bfloat16)
-    with targeting(implementation, INTERPRETED[implementation]):
-        found = np.asarray(jax.jit(lambda pool: run(pool, implementation))(pool()).astype(jnp.float32))
-    np.testing.assert_allclose(found, run(pool(), "xla").astype(jnp.float32), rtol=2**-7, atol=1e-6)
-    assert not found.reshape(layers, 64, heads, 128)[:, 7:25, :, 64:].any()
-
-
 @pytest.mark.parametrize("width", [15, 17, 64, 256])
 def test_refuses_rows_of_any_other_width(unchecked, width: int):
-    shape = SMALL[0]
-    pool = jnp.zeros((*shape.pool[:-1], width))
+    shape = GQA
+    pool = jnp.zeros(shape.pool(PAGES, PAGE_SIZE, width))
     with pytest.raises(KernelError, match=r"expected .* 16\], or 128 wide"):
-        splice(pool, slots_of(shape), **arrays(shape.chunk))
-    padded = jnp.zeros((*shape.pool[:-1], 128))
+        splice(pool, slots_of(shape), **arrays(shape))
+    padded = jnp.zeros(shape.pool(PAGES, PAGE_SIZE, 128))
     factors = {"u": jnp.zeros((2, 12, 33)), "v": jnp.zeros((2, 33, 32))}
     with pytest.raises(KernelError, match="rank 33; expected at most the width 32"):
-        splice(padded, slots_of(shape), **(arrays(shape.chunk) | factors))
+        splice(padded, slots_of(shape), **(arrays(shape) | factors))
     assert not padded.is_deleted()
 
 
 def test_rank_zero_of_a_plain_channel_is_a_copy():
-    shape = SMALL[0]
-    x, slots = arrays(shape.chunk)["x"], slots_of(shape)
+    shape = GQA
+    x, slots = arrays(shape)["x"], slots_of(shape)
     found = flat(splice(pool_of(shape), slots, x))
     assert (found[..., slots, :, :] == np.asarray(x).view(np.uint32)).all()
 
@@ -124,11 +82,11 @@ def test_rank_zero_of_a_plain_channel_is_a_copy():
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_order_of_slots_does_not_matter(data):
-    shape = SMALL[0]
-    tokens = shape.chunk.tokens
+    shape = GQA
+    tokens = shape.tokens
     order = np.array(data.draw(st.permutations(range(tokens))))
-    start = data.draw(st.integers(0, shape.pages * shape.page_size - tokens))
-    chunk = arrays(shape.chunk)
+    start = data.draw(st.integers(0, TOTAL - tokens))
+    chunk = arrays(shape)
     slots = np.arange(start, start + tokens, dtype=np.int32)
     shuffled = chunk | {
         "x": chunk["x"][:, order],
@@ -143,33 +101,33 @@ def test_order_of_slots_does_not_matter(data):
 @given(length=st.integers(0, 12), traced=st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_padding_is_written_nowhere(length: int, traced: bool):
-    shape = SMALL[0]
-    chunk, slots = arrays(shape.chunk), slots_of(shape)
+    shape = GQA
+    chunk, slots = arrays(shape), slots_of(shape)
     if not traced:
         slots[length:] = -5
     whole = jnp.int32(length) if traced else length
     run = jax.jit(splice) if traced else splice
     found = flat(run(pool_of(shape), slots, **chunk, length=whole))
     kept = slots[:length]
-    others = np.setdiff1d(np.arange(shape.pages * shape.page_size), kept)
+    others = np.setdiff1d(np.arange(TOTAL), kept)
     full = flat(splice(pool_of(shape), slots_of(shape), **chunk))
     assert (found[..., others, :, :] == flat(pool_of(shape))[..., others, :, :]).all()
     assert (found[..., kept, :, :] == full[..., kept, :, :]).all()
 
 
 def test_layers_of_a_batch_equal_layers_alone():
-    shape = SMALL[0]
-    chunk, slots = arrays(shape.chunk), slots_of(shape)
+    shape = GQA
+    chunk, slots = arrays(shape), slots_of(shape)
     together = splice(pool_of(shape), slots, **chunk)
-    for layer in range(shape.chunk.leading[0]):
+    for layer in range(shape.layers):
         own = chunk | {name: chunk[name][layer] for name in ("x", "u", "v")}
         alone = splice(pool_of(shape)[layer], slots, **own)
         np.testing.assert_allclose(together[layer], alone, rtol=1e-6, atol=1e-6)
 
 
 def test_the_pool_is_donated_and_not_copied():
-    shape = SMALL[0]
-    pool, chunk, slots = pool_of(shape), arrays(shape.chunk), slots_of(shape)
+    shape = GQA
+    pool, chunk, slots = pool_of(shape), arrays(shape), slots_of(shape)
     splice(pool, slots, **chunk)
     assert pool.is_deleted()
     again = pool_of(shape)
@@ -179,12 +137,12 @@ def test_the_pool_is_donated_and_not_copied():
 
 
 def test_moving_a_chunk_compiles_nothing():
-    shape = SMALL[0]
+    shape = GQA
     counts = []
     for seed in range(3):
         operands = pool_of(shape), slots_of(shape, seed)
         with compilations() as compiled:
-            splice(*operands, **arrays(shape.chunk), length=np.int32(5 + seed))
+            splice(*operands, **arrays(shape), length=np.int32(5 + seed))
         counts.append(len(compiled))
     assert counts[1:] == [0, 0]
 
@@ -207,10 +165,10 @@ def test_moving_a_chunk_compiles_nothing():
     ],
 )
 def test_refuses_before_it_writes(unchecked, change, error, words):
-    shape = SMALL[0]
+    shape = GQA
     pool = pool_of(shape)
     before = flat(pool).copy()
     with pytest.raises(error, match=words):
-        splice(**({"pool": pool, "slots": slots_of(shape)} | arrays(shape.chunk) | change))
+        splice(**({"pool": pool, "slots": slots_of(shape)} | arrays(shape) | change))
     assert not pool.is_deleted()
     assert (flat(pool) == before).all()

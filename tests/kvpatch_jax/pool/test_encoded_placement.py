@@ -11,7 +11,8 @@ from pool_cases import PAGE_SIZE, PAGES, bits, slots_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax import pool
-from kvpatch_jax.core import RaggedFactors
+from kvpatch_jax.core import RaggedFactors, ops
+from pallas_kernels import preferring
 
 A = ("A1", "A2")
 LENGTH, SLOTS = 19, slots_of(24, 3)
@@ -119,3 +120,29 @@ def test_no_more_than_a_layer_is_unpacked():
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= sum(value.nbytes for value in jax.tree.leaves(pools))
     assert memory.temp_size_in_bytes <= 6 * 128 * 4 * 64 * 4, "a few layers in float32; all would be sixteen"
+
+
+@pytest.mark.parametrize("word", ["k4v4g8", "k4v4gallfeature"])
+def test_codes_that_a_kernel_would_decode_at_once_become_the_same_bits(word, monkeypatch):
+    """Asked for a kernel that is not here, XLA takes the codes of all layers."""
+    chunk, _ = twins("gqa", jnp.bfloat16, word)
+    patch, layout, seen = patches_of(chunk)["whole"], chunk.layout, []
+    pools = pool.with_source(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, jnp.bfloat16))
+    placed = kvp.Placed(chunk, patch, 1000, A)
+    where = SLOTS, chunk.local, placed.start, np.int32(LENGTH)
+    codes_of = ops.codes_of
+    monkeypatch.setattr(ops, "codes_of", lambda packed: (seen.append(packed.shape), codes_of(packed))[1])
+
+    def run():
+        applied = jax.jit(lambda: ops.apply(layout, placed.kv, placed.factors, chunk.local, jnp.asarray(placed.start)))()
+        # A function of its own is traced anew.
+        write = jax.jit(lambda *given: pool.write_piece.__wrapped__(layout, *given))
+        return applied, write(pools, *where, dict(placed.kv), placed.factors)
+
+    wanted = run()
+    assert not seen
+    with preferring("tpu"):
+        found = run()
+    assert len(seen) == 2 * len(layout.names)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
