@@ -1,6 +1,6 @@
 """What a benchmark is: one piece of work by several sides, checked, then timed in turns; its rows and their table.
 
-Rows are the harness's: probe is what is done ("kernels.splice"), model the case (a shape or a model), arm the side.
+Rows are the harness's: probe is what is done ("store.put"), model the case (a shape or a model), arm the side.
 Imports jax and numpy alone, so that it runs on a bare machine.
 """
 

@@ -12,24 +12,33 @@ computes; what a slide loses is measured by the data set `windows`.
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.models.random_weights import random_backbone
+from pallas_kernels import preferring
+from pallas_kernels._dispatch import kernel_module
+from pallas_kernels._target import interpretation, platform
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
+from .kernels import units
 from .operators import MEDIUM
-from .shapes import LARGE, SHAPES, random_ids, tiny_config
+from .shapes import LARGE, SHAPES, qwen2_config, random_ids, tiny_config
 
 EXACT = 1e-4
 """Most KL to a re-prefill, in nats, while nothing has left."""
+SAME = 16.0
+"""Most of bfloat16's last places between what two sides leave in a pool."""
 
 
 class LoopSizes(NamedTuple):
@@ -134,3 +143,56 @@ def loop(make: Callable[[], ModelBackbone], sizes: LoopSizes, seed: int) -> Side
     for name in ("prefix cache", "prefix hit"):
         calls[name] = timed(lambda name=name: forwards[name]())
     return Sides(calls, lambda: {"session": audit.kl / EXACT}, figures=figures)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+def with_kernels(tiny: bool, steps: int = 32) -> Sides:
+    """Prepares a session's step in bfloat16 with the platform's kernels preferred, and by XLA alone.
+
+    Programs choose when they are traced: one side runs after the other, each with programs of its own. Then what both
+    left in the pool is compared.
+    """
+    sizes = LoopSizes(chunk=16, question=4, lead=4, window=2) if tiny else LoopSizes(chunk=1024)
+    layers, kv_heads, vocabulary = (2, 2, 320) if tiny else (28, 4, 8192)
+    width, steps = 256 * kv_heads, 4 if tiny else steps
+    raw = qwen2_config(width, width, 2 * kv_heads, layers, kv_heads, vocabulary, torch_dtype="bfloat16")
+    drawn = random_backbone(raw)
+    backbone = drawn.replaced(jax.tree.map(lambda value: value.astype(jnp.bfloat16), drawn.parameters))
+
+    kernel, seconds, written, taken = platform(), {}, [], collections.Counter[str]()
+    with contextlib.ExitStack() as patches:
+        for operation in ("rotate_patch", "splice"):
+            module = kernel_module(operation, kernel)
+            patches.enter_context(mock.patch.object(module, "kernel", _counted(module.kernel, operation, taken)))
+        for side, preferred in (("with kernels", [kernel]), ("with XLA", [])):
+            jax.clear_caches()
+            with preferring(*preferred):
+                state = Loop(backbone, sizes, seed=0)
+                for _ in range(sizes.window + 2):
+                    state.step()
+                run = timed(state.step)
+                seconds[side] = [run() for _ in range(steps)]
+            written.append(dict(state.session.runtime.executor.pools.engine))
+            state.session.close()
+    error = max(units(ours, written[1][name]) for name, ours in written[0].items())
+    same = [float((ours == written[1][name]).mean()) for name, ours in written[0].items()]
+
+    calls = {side: itertools.cycle(samples).__next__ for side, samples in seconds.items()}
+    calls = {} if interpretation() else calls
+    notes = {"with kernels": ", ".join(f"{count} calls of {name}" for name, count in taken.items()) or "no call taken"}
+    # Chunks are prefilled behind what was written, so that one last place may become several.
+    figures = {("with kernels", "same numbers"): same, ("with kernels", "last places"): [error]}
+    return Sides(calls, lambda: {"with kernels": error / SAME}, figures=lambda: figures, notes=notes)
+
+
+def _counted(kernel: Callable[..., Any], name: str, taken: collections.Counter[str]) -> Callable[..., Any]:
+    """Returns a kernel that counts the calls that it takes, as they are traced."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        result = kernel(*arguments, **options)
+        taken[name] += 1
+        return result
+
+    return run

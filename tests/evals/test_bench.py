@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals.bench import backbones, batch, costs, first_steps, kernels, operators, store, window
+from evals.bench import accelerator, backbones, batch, costs, first_steps, kernels, operators, roofline, store, window
 from evals.bench.benchmark import (
     Benchmark,
     BenchOptions,
@@ -30,11 +30,12 @@ from evals.bench.benchmark import (
 from evals.bench.shapes import tiny_config, tiny_models
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.plan import DeviceCosts
+from pallas_kernels import _dispatch
 
 ROOT = Path(__file__).parents[2]
 QUICK = BenchOptions(quick=True)
 COUNTED = {
-    "kernels": (kernels, {"kernels.rotate_patch", "kernels.splice", "kernels.block_product", "kernels.factorise"}),
+    "kernels": (kernels, {"rotate_patch, several heads", "splice, one head, patched, 4 bits", "factorise"}),
     "operators": (operators, {"operators.place", "operators.overhead", "operators.patch"}),
     "store": (store, {"store.put", "store.get", "store.small get", "store.small evicting put"}),
     "window": (window, {"window.step"}),
@@ -146,7 +147,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_kernel_is_refused(monkeypatch, wrong):
     operation = wrong.partition(" ")[0]
-    benchmark = next(benchmark for benchmark in kernels.benchmarks(True) if f"kernels.{operation}" in benchmark.key)
+    benchmark = next(benchmark for benchmark in kernels.suite(QUICK) if benchmark.name.startswith(operation))
     monkeypatch.setattr(kernels, operation, WRONG[wrong](getattr(kernels, operation)))
     rows, notes = measure(benchmark, 1)
     assert len(wrong_rows(rows)) == 1
@@ -156,7 +157,7 @@ def test_a_wrong_kernel_is_refused(monkeypatch, wrong):
 # ----------------------------------------------------------------------------------------------------- accelerator
 
 
-def accelerator(out: Path) -> subprocess.CompletedProcess[str]:
+def run_accelerator(out: Path) -> subprocess.CompletedProcess[str]:
     folder = out / "bin"
     folder.mkdir(parents=True, exist_ok=True)
     # Not a symbolic link, which would lose the virtual environment's packages.
@@ -169,25 +170,78 @@ def accelerator(out: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_accelerator_script_runs_and_resumes_behind_a_benchmark_that_died(tmp_path):
-    process = accelerator(tmp_path)
+    # As if the evaluation, which takes minutes, had been run.
+    file = tmp_path / "tiny-lines.jsonl"
+    file.write_text(json.dumps({"key": "evals.run"}) + "\n")
+    process = run_accelerator(tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr
     (written,) = tmp_path.glob("tiny-cpu-*.json")
     results = json.loads(written.read_text())
-    assert results["wrong"] == []
-    assert {"kernels.splice", "kernels.rotate_patch", "kernels.block_product"} <= {
+    assert (results["wrong"], results["kernels"]) == ([], {})
+    assert {"splice, several heads, patched", "block_product, several heads"} <= {
         row["probe"] for row in results["rows"]
     }
 
     # The last benchmark died: its line says so, and the same command measures nothing of it again.
-    file = tmp_path / "tiny-lines.jsonl"
     *lines, last = file.read_text().splitlines()
     key = json.loads(last)["key"]
     failed = {"key": key, "failed": f"{key}: the process ended with status -11"}
     file.write_text("\n".join([*lines, json.dumps(failed)]) + "\n")
-    process = accelerator(tmp_path)
+    process = run_accelerator(tmp_path)
     assert process.returncode == 1
     assert f"WRONG: {failed['failed']}" in process.stdout
     assert len(file.read_text().splitlines()) == len(lines) + 1
+
+
+def line_of(case, low, error=0.5):
+    rows = [{"probe": case, "model": "", "arm": "gpu", "metric": "error", "value": error, "low": error, "high": error}]
+    rows += [rows[0] | {"arm": "xla", "metric": "over first", "value": low + 1, "low": low, "high": low + 2}] * bool(
+        low
+    )
+    return {"key": f"{case} {low}", "probe": case, "stage": "times", "rows": rows}
+
+
+def test_dispatch_reads_the_least_of_what_a_kernel_gained_and_nothing_of_a_wrong_one(tmp_path, monkeypatch):
+    lines = [line_of("right", 1.5), line_of("right", 1.2), line_of("wrong", 2.0), line_of("wrong", 0.0, error=7.0)]
+    lines += [{"key": "e", "environment": {"device": "A GPU"}}, line_of("died", 3.0)]
+    lines += [{"key": "d", "probe": "died", "stage": "times", "failed": "status -11"}]
+    for name in ("lines.jsonl", "tiny-lines.jsonl"):
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        accelerator.write_results(file)
+    monkeypatch.setattr(_dispatch, "RESULTS", tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert _dispatch.measured.__wrapped__("A GPU") == {"right": 1.2, "wrong": 0.0, "died": 0.0}
+    assert _dispatch.measured.__wrapped__("another GPU") == {}
+
+
+def test_a_program_moves_what_it_reads_and_writes():
+    """1 MB is added to itself three times in a loop; a row of 4 kB is cut out and another written in place."""
+    text = """
+%row (p: f32[256,1024], i: s32[]) -> f32[1,1024] {
+  %p = f32[256,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %cut = f32[1,1024]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1024}
+}
+%body (t: (f32[256,1024])) -> (f32[256,1024]) {
+  %t = (f32[256,1024]{1,0}) parameter(0)
+  %e = f32[256,1024]{1,0} get-tuple-element(%t), index=0
+  %sum = f32[256,1024]{1,0} add(%e, %e)
+  ROOT %r = (f32[256,1024]{1,0}) tuple(%sum)
+}
+ENTRY %main (x: f32[256,1024], n: s32[]) -> f32[256,1024] {
+  %x = f32[256,1024]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %pair = (f32[256,1024]{1,0}) tuple(%x)
+  %loop = (f32[256,1024]{1,0}) while(%pair), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %y = f32[256,1024]{1,0} get-tuple-element(%loop), index=0
+  %one = f32[1,1024]{1,0} fusion(%y, %n), kind=kLoop, calls=%row
+  ROOT %z = f32[256,1024]{1,0} dynamic-update-slice(%y, %one, %n, %n)
+}
+"""
+    program = roofline.Program(text)
+    row, number = 4096, 4
+    assert program.moved(program.entry) == 3 * 3 * 256 * row + (2 * row + number) + (2 * row + 2 * number)
 
 
 def test_the_accelerator_program_runs_where_little_is_installed():
