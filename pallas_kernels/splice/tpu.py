@@ -69,8 +69,8 @@ def _rows_body(write_block, slots, firsts, reach, *refs) -> None:
         there, here = pool.at[layer, pl.ds(place, rows)], tiles.at[pl.ds(0, rows)]
         row = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0) - (slot - place)
         pltpu.sync_copy(there, here)
-        mixed = jnp.where((row >= 0) & (row < count), fresh(slot - place), here[...].astype(jnp.float32))
-        here[...] = mixed.astype(here.dtype)
+        rows_of_ours = (row >= 0) & (row < count)
+        here[...] = jnp.where(rows_of_ours, fresh(slot - place).astype(here.dtype), here[...])
         pltpu.sync_copy(here, there)
 
     @pl.when(count > 0)
