@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_product, rotate_patch, splice
 from evals.bench.ahead_of_time import compile_for
+from pallas_kernels import block_product, rotate_patch, splice
 from pallas_kernels.shapes import PRODUCTION, arguments_of
 
 from .kernels import EXPERTS, KernelCase
