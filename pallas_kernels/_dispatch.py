@@ -83,7 +83,7 @@ def measured(kind: str) -> Mapping[str, float]:
     found: dict[str, float] = {}
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.name[-15:]):  # DEVICE-YYYY-MM-DD.json
         results = json.loads(path.read_text(encoding="utf-8"))
-        if results["environment"]["device"] == kind:
+        if results["environment"].get("device") == kind:
             found |= results["kernels"]
     return found
 
