@@ -2,8 +2,8 @@
 
     python -m evals.measure --agent --model=DIR --data=FOLDER --keep=4
 
-Each step adds the next screenshot, in the order of their names, or recalls an evicted one (every fifth step), and asks
-the same question. All three methods serve the same window:
+Each step adds the next screenshot, in the order of their names, or (every fifth step) recalls the one that was evicted
+last, and asks the same question. All three methods serve the same window:
 
 * `session`: a `kvpatch_jax.Session` with its default options.
 * `prefix cache`: one forward from the first piece on that no earlier window had at this place; what precedes it is
@@ -42,7 +42,7 @@ from .report import PACKAGES
 
 KEEP, ANSWER_TOKENS = 4, 16
 RECALL_EVERY = 5
-"""Every so many steps the chunk that was evicted first is recalled."""
+"""Every so many steps the screenshot that was evicted last is recalled, which a session has not discarded yet."""
 QUESTIONS = (DESCRIBE, "unit of seed?")
 """Asked by default: the first one that the tokenizer knows. The shipped models know few words."""
 PAGE = 16
@@ -67,10 +67,10 @@ class Loop:
             self.tokens[piece.entry.key] = embedded(backbone, backbone.prepare([list(front)]))
 
     def step(self, path: Path | None) -> tuple[str, dict[str, Served]]:
-        """Adds a screenshot, or (None) recalls the one that was evicted first, and asks. Returns its name."""
+        """Adds a screenshot, or (None) recalls the one that was evicted last, and asks. Returns its name."""
         session, before = self.session, self.session.stats().tokens
         begin = time.perf_counter()
-        _ = session.recall(session.gone[0]) if path is None else session.add(path)
+        _ = session.recall(session.gone[-1]) if path is None else session.add(path)
         answer = session.ask(self.question, steps=self.steps)
         seconds = time.perf_counter() - begin
         stats, executor = session.stats(), session.runtime.executor
