@@ -5,6 +5,11 @@
 Reads items (contexts in pieces, and questions behind them), caches every piece alone, serves it in every arm behind the
 others, and scores the answers by the data's scorer and by their distance from re-prefill. The same command resumes
 after a kill; `--shard=0/4` … `--shard=3/4` share the work on one folder, and so do tasks of a Ray cluster (`--ray`).
+
+    python -m evals.measure --agent --model=DIR --data=FOLDER_OF_SCREENSHOTS --keep=4
+
+Plays an agent's loop over screenshots instead: seconds, tokens, KL and decisions of a session beside a prefix cache and
+a re-prefill. It does not resume.
 """
 
 from absl import flags
@@ -14,7 +19,9 @@ from ..harness import program
 flags.DEFINE_string("model", None, "a checkpoint directory, GGUF file, shipped instance, or name of real weights")
 flags.DEFINE_string("data", None, "a file or folder of the data set, or a folder of images and PDFs")
 flags.DEFINE_string("fields", None, "name or TOML file of a field map; by default recognised; help lists them")
-flags.DEFINE_integer("keep", None, "screenshots of an episode that stay in the prompt; by default all", lower_bound=1)
+flags.DEFINE_bool("agent", False, "an agent's loop over a folder of screenshots, in the order of their names")
+flags.DEFINE_string("question", None, "with --agent: asked after every step")
+flags.DEFINE_integer("keep", None, "screenshots that stay in the prompt; by default all, with --agent 4", lower_bound=1)
 flags.DEFINE_list("arms", [], "methods with settings, as patch.bytes=0.1,cacheblend.budget=0.15; help lists them")
 flags.DEFINE_integer("limit", 0, "a sample of so many records; 0: all", lower_bound=0)
 flags.DEFINE_integer("seed", 0, "of the sample")
@@ -36,7 +43,7 @@ def main() -> None:
     from kvpatch_jax.repair import METHODS
 
     from ..harness.parts import run_plan, sharing
-    from . import fields, job, report
+    from . import agent, fields, job, report
 
     if flags.FLAGS.fields == "help" or flags.FLAGS.arms == ["help"]:
         methods = "\n".join(f"{name:26} {(method.__doc__ or '').splitlines()[0]}" for name, method in METHODS.items())
@@ -50,6 +57,12 @@ def main() -> None:
     paths = {name: str(Path(path).resolve()) for name in ("model", "data", "fields")
              if (path := getattr(request, name)) and Path(path).exists()}  # fmt: skip
     request, out, share = request._replace(**paths), Path(_OUT.value), sharing(flags.FLAGS)
+    command = program.repeated_command("evals.measure")
+    if flags.FLAGS.agent:
+        frame = request.frame if flags.FLAGS["frame"].present else None
+        print(agent.measure(request, frame, flags.FLAGS.question, out, command))
+        print(f"steps: {out / 'agent.json'}")
+        return
     planned = job.plan(request)
     print(f"{planned.config['fields']}: {len(planned.parts)} contexts. {planned.data.about}")
     print(f"arms: {', '.join(planned.config['arms'])}", flush=True)
@@ -66,7 +79,6 @@ def main() -> None:
         print(f"left out: {record['where']}: {record['refused']}", flush=True)
     if len(refused) == len(items):
         raise InputError(f"--data: got {request.data}, of which this model can be asked nothing")
-    command = program.repeated_command("evals.measure")
     print(report.write(out, items, planned.config, planned.data.refusals, command))
     print(f"report: {out / 'report.html'}")
 

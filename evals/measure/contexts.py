@@ -35,7 +35,7 @@ def frame_of(backbone: ModelBackbone, name: str) -> ChatFrame:
             "--model: got a model without a tokenizer, which cannot be asked in words; expected a tokenizer.json"
         )
     if name == "plain":
-        word = next(word for word in ("a", *backbone.tokenizer.get_vocab()) if _known(backbone, word))
+        word = next(word for word in ("a", *backbone.tokenizer.get_vocab()) if knows(backbone, word))
         ids = np.asarray(backbone.prepare([Text(word)])["input_ids"])[0].tolist()
         # The tokenizer's start token, where it has one.
         return ChatFrame(tuple(ids[: ids.index(backbone.ids(word)[0])]), Template(""), Template(""))
@@ -45,9 +45,10 @@ def frame_of(backbone: ModelBackbone, name: str) -> ChatFrame:
         raise InputError(f"--frame=chat: {error}. --frame=plain puts the question right behind the pieces") from error
 
 
-def _known(backbone: ModelBackbone, word: str) -> bool:
+def knows(backbone: ModelBackbone, text: str) -> bool:
+    """Returns whether the tokenizer knows every word of a text, which has at least one."""
     try:
-        return bool(backbone.ids(word))
+        return bool(backbone.ids(text))
     except InputError:
         return False
 

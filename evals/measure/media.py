@@ -88,7 +88,7 @@ class MediaFolder:
         if path.is_dir():
             images = [image for image in path.iterdir() if image.suffix.lower() in IMAGE_SUFFIXES]
             if not images:
-                raise InputError(f"{field}: got {path.name!r} without images; expected one for each page")
+                raise InputError(f"{field}: got {path.name!r} without images; expected at least one")
             for image in sorted(images, key=_place_in_order):
                 yield _checked(image, field)
         elif path.suffix.lower() == ".pdf":
