@@ -27,8 +27,9 @@ from kvpatch_jax.models.decoding.sampling import draw_of
 from kvpatch_jax.models.families.family import abstract, placeholders
 from kvpatch_jax.models.inputs.buckets import pad_images
 from kvpatch_jax.models.towers.packed import plan_patches
-from pallas_kernels._ahead_of_time import compile_for
 from pallas_kernels._dispatch import preferring
+
+from .ahead_of_time import compile_for
 
 RELEASED = Path(__file__).parents[2] / "tests" / "models" / "released_configs.json"
 NAME, HEIGHT, WIDTH = "Qwen/Qwen2.5-VL-3B-Instruct", 800, 1280

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from evals.bench.ahead_of_time import compile_for
 from pallas_kernels import block_product, rotate_patch, splice
 from pallas_kernels.shapes import PRODUCTION, arguments_of
 
+from .ahead_of_time import compile_for
 from .kernels import EXPERTS, KernelCase
 
 DEVICES = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}

@@ -77,7 +77,7 @@ def _interruptibly(main: Callable[[], None]) -> None:
     try:
         thread.join()
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr, flush=True)
+        print("\nstopped; type the same command again to go on", file=sys.stderr, flush=True)
         os._exit(130)
     if errors:
         raise errors[0]

@@ -4,6 +4,7 @@ A thread block owns one block of rows and some columns of its matrix. The copy e
 several in flight, while the tensor cores multiply those that have arrived.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ COLUMNS = (128, 64)
 DEPTH, STAGES = 64, 4
 """Of what is summed over: how much is fetched at once, and how often in flight."""
 SIXTEEN_BITS = (jnp.bfloat16, jnp.float16)
+COUNTED = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
+"""Whether a kernel can say what it costs: since jax 0.12."""
 
 
 def check(rows: int, dtype: Any, stack: Any) -> None:
@@ -88,7 +91,15 @@ def kernel(
         # Neighbours in time share rows, and their expert's matrix is read once by all blocks that run together.
         grid=(count, width // columns),
         grid_names=("block", "column"),
+        **(_cost(x, stack, count) if COUNTED else {}),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
     return run(which.astype(jnp.int32), used.astype(jnp.int32).reshape(1), x, stack)
+
+
+def _cost(x: Array, stack: Array, blocks: int) -> dict[str, Any]:
+    """Returns what a launch costs if every block is in use, each matrix read once."""
+    (rows, depth), width = x.shape, stack.shape[-1]
+    moved = x.dtype.itemsize * (rows * (depth + width) + min(blocks, len(stack)) * depth * width)
+    return {"cost_estimate": pl.CostEstimate(2 * rows * depth * width, bytes_accessed=moved, transcendentals=0)}
