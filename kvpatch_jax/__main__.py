@@ -1,11 +1,12 @@
 """Command line: `kvpatch`, `kvpatch store …`, and from a checkout the programs of `evals`, such as `kvpatch run`."""
 
+import contextlib
 import importlib.util
 import os
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from . import __version__
@@ -19,6 +20,8 @@ PROGRAMS = {
     "train": "the shipped models, trained again",
 }
 """Programs of `evals`, which are in a checkout alone, by what they do."""
+_NAME, _EXTRA = re.compile(r"([A-Za-z0-9._-]+)(\[[^]]*\])?"), re.compile(r"extra == ['\"]([^'\"]+)['\"]")
+"""A requirement's name with the extras that it asks for, and the extra that it belongs to."""
 USAGE = "\n".join(
     [
         "kvpatch                  this installation: version, devices, extras, caches",
@@ -30,22 +33,26 @@ USAGE = "\n".join(
 
 def missing_packages() -> dict[str, list[str]]:
     """Lists by extra the packages that are not installed; {} where this package itself is not."""
-    missing: dict[str, list[str]] = {}
-    try:
-        lines = requires("kvpatch_jax") or []
-    except PackageNotFoundError:
-        return missing
-    for line in lines:
-        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", line)
-        name = re.match(r"[A-Za-z0-9._-]+", line)
-        if extra is None or name is None:
+    with contextlib.suppress(PackageNotFoundError):
+        extras = {match[1] for line in requires("kvpatch_jax") or [] if (match := _EXTRA.search(line))}
+        return {extra: list(dict.fromkeys(_missing("kvpatch_jax", extra))) for extra in extras}
+    return {}
+
+
+def _missing(package: str, extra: str) -> Iterator[str]:
+    """Yields what an extra of an installed package lacks, extras of other packages included."""
+    for line in requires(package) or []:
+        marker, named = _EXTRA.search(line), _NAME.match(line)
+        if marker is None or marker[1] != extra or named is None:
             continue
-        listed = missing.setdefault(extra[1], [])
+        name, inner = named[1], named[2] or ""
         try:
-            version(name[0])
+            version(name)
         except PackageNotFoundError:
-            listed.append(name[0])
-    return missing
+            yield name
+            continue
+        for word in filter(None, re.split(r"[\[\], ]+", inner)):
+            yield from _missing(name, word)
 
 
 def describe() -> str:
@@ -72,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit status: 2 where it could not be run."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
-        print(describe())
+        try:
+            print(describe(), flush=True)
+        except BrokenPipeError:  # nobody reads on, as in `kvpatch | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     command, rest = words[0], words[1:]
     if command in ("-h", "--help", "help"):

@@ -9,9 +9,19 @@ from kvpatch_jax import __main__ as command
 
 
 def test_it_says_versions_devices_extras_and_caches(monkeypatch: pytest.MonkeyPatch, capsys):
-    lines = ["jax>=0.11", 'pillow>=11; extra == "models"', 'no-such-package>=1; extra == "store"']
-    monkeypatch.setattr(command, "requires", lambda name: lines)
-    assert command.missing_packages() == {"models": [], "store": ["no-such-package"]}
+    lines = {
+        "kvpatch_jax": [
+            "jax>=0.11",
+            'pillow>=11; extra == "models"',
+            'no-such-package>=1; extra == "store"',
+            'jax[fast]>=0.11; extra == "fast"',
+            'kvpatch_jax[models,store]; extra == "all"',
+        ],
+        "jax": ['no-such-plugin==1; extra == "fast"', 'nothing; extra == "slow"'],
+    }
+    monkeypatch.setattr(command, "requires", lambda name: lines.get(name))
+    store = ["no-such-package"]
+    assert command.missing_packages() == {"models": [], "store": store, "fast": ["no-such-plugin"], "all": store}
     assert command.main([]) == 0
     said = capsys.readouterr().out
     assert kvpatch_jax.__version__ == importlib.metadata.version("kvpatch_jax")
