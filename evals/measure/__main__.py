@@ -22,7 +22,7 @@ flags.DEFINE_string("fields", None, "name or TOML file of a field map; by defaul
 flags.DEFINE_bool("agent", False, "an agent's loop over a folder of screenshots, in the order of their names")
 flags.DEFINE_string("question", None, "with --agent: asked after every step")
 flags.DEFINE_integer("keep", None, "screenshots that stay in the prompt; by default all, with --agent 4", lower_bound=1)
-flags.DEFINE_list("arms", [], "methods with settings, as patch.bytes=0.1,cacheblend.budget=0.15; help lists them")
+flags.DEFINE_list("methods", [], "with settings, as patch.bytes=0.1,cacheblend.budget=0.15; help lists them")
 flags.DEFINE_integer("limit", 0, "a sample of so many records; 0: all", lower_bound=0)
 flags.DEFINE_integer("seed", 0, "of the sample")
 flags.DEFINE_enum("frame", "chat", ("chat", "plain"), "what stands around pieces and question; plain: nothing")
@@ -45,7 +45,7 @@ def main() -> None:
     from ..harness.parts import run_plan, sharing
     from . import agent, fields, job, report
 
-    if flags.FLAGS.fields == "help" or flags.FLAGS.arms == ["help"]:
+    if flags.FLAGS.fields == "help" or flags.FLAGS.methods == ["help"]:
         methods = "\n".join(f"{name:26} {(method.__doc__ or '').splitlines()[0]}" for name, method in METHODS.items())
         print(fields.help_text() if flags.FLAGS.fields else methods)
         return
@@ -65,7 +65,7 @@ def main() -> None:
         return
     planned = job.plan(request)
     print(f"{planned.config['fields']}: {len(planned.parts)} contexts. {planned.data.about}")
-    print(f"arms: {', '.join(planned.config['arms'])}", flush=True)
+    print(f"methods: {', '.join(planned.config['methods'])}", flush=True)
     for refusal in planned.data.refusals:
         print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
 

@@ -24,7 +24,7 @@ class Request(NamedTuple):
     data: str
     fields: str | None = None
     keep: int | None = None
-    arms: Sequence[str] = ()
+    methods: Sequence[str] = ()
     limit: int = 0
     seed: int = 0
     frame: str = "chat"
@@ -39,7 +39,7 @@ def plan(request: Request) -> Plan:
     Raises:
       InputError: data without an item, or a model that cannot be asked in words. What `models.load` raises.
     """
-    arms = [parse(name) for name in dict.fromkeys((REFERENCE, BLIND, *(request.arms or ARMS)))]
+    arms = [parse(name) for name in dict.fromkeys((REFERENCE, BLIND, *(request.methods or ARMS)))]
     path = model_path(request.model)
     sample = {"keep": request.keep, "limit": request.limit, "seed": request.seed}
     data = fields.read(Path(request.data), request.fields, **sample)
@@ -62,7 +62,7 @@ def plan(request: Request) -> Plan:
         "digest": data.digest,
         "fields": data.name,
         "pieces": data.about,
-        "arms": [arm.name for arm in arms],
+        "methods": [arm.name for arm in arms],
         "frame": request.frame,
         "dtype": request.dtype,
         "max_tokens": most,

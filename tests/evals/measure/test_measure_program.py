@@ -17,7 +17,7 @@ ARMS = ("patch.rank=8", "cacheblend.budget=0.15")
 
 
 def request(model, data, **changes):
-    return job.Request(**{"model": str(model), "data": str(data), "arms": ARMS, "answer_tokens": 3, **changes})
+    return job.Request(**{"model": str(model), "data": str(data), "methods": ARMS, "answer_tokens": 3, **changes})
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(checkpoint, d
     [
         (["--model=nowhere", "--data={data}"], "error: backbone: got 'nowhere'; expected a checkpoint directory"),
         (["--model={model}", "--data=nowhere"], "error: --data: got "),
-        (["--model={model}", "--data={data}", "--arms=nope.rank=1"], "error: method: got 'nope.rank=1'; expected "),
+        (["--model={model}", "--data={data}", "--methods=nope.rank=1"], "error: method: got 'nope.rank=1'; expected "),
         (["--model={model}"], "error: --model, --data: got "),
     ],
 )
