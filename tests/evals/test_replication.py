@@ -204,7 +204,7 @@ def kl(truth: np.ndarray, read: np.ndarray) -> float:
 
 
 def test_the_default_patch_leaves_little_of_the_loss_of_real_text(reuses: list[Reuse]) -> None:
-    """docs/results.md: at most .3 of blind reuse's KL is left, and at most 5 % of contexts are worse.
+    """At most .3 of blind reuse's KL is left, and at most 5 % of contexts are worse.
 
     Both hold for the second implementation alone, and for the library, on pairs of 48 and of 96 tokens.
     """
