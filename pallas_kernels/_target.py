@@ -9,18 +9,17 @@ import jax
 
 
 class Target(NamedTuple):
-    """A platform ("tpu", "gpu", "cpu") that calls are traced for, how kernels are interpreted there, kind of device."""
+    """A platform ("tpu", "gpu", "cpu") that calls are traced for, and how kernels are interpreted there."""
 
     platform: str
     interpret: Any = False
-    kind: str = ""
 
 
 _TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
 
 
 @contextlib.contextmanager
-def targeting(platform: str, interpret: Any = False, kind: str = "") -> Iterator[None]:
+def targeting(platform: str, interpret: Any = False) -> Iterator[None]:
     """Chooses kernels inside the context as on one device of `platform`, whatever this process has.
 
     For compiling ahead of time, and for interpreting on a CPU. It acts while a function is traced: functions that are
@@ -29,9 +28,8 @@ def targeting(platform: str, interpret: Any = False, kind: str = "") -> Iterator
     Args:
       platform: "tpu", "gpu" or "cpu".
       interpret: what the kernels pass on, such as `pltpu.InterpretParams()`; False compiles them.
-      kind: of the device, such as "TPU v5e", whose configuration gives block sizes; "" for heuristics alone.
     """
-    token = _TARGET.set(Target(platform, interpret, kind))
+    token = _TARGET.set(Target(platform, interpret))
     try:
         yield
     finally:
