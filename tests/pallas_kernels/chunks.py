@@ -1,8 +1,9 @@
-"""Chunks in float32 and their float64 answers, for the XLA path."""
+"""Chunks, and their float64 answers."""
 
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import Codes
 from pallas_kernels.shapes import ChunkShape
 from tests.arrays import placed
 
@@ -46,3 +47,22 @@ def expected(shape: ChunkShape, given: dict) -> np.ndarray:
         result[..., a] = x[..., a] * c - x[..., b] * s
         result[..., b] = x[..., b] * c + x[..., a] * s
     return result
+
+
+def decoded(x) -> np.ndarray:
+    """What x stands for, in float64: of codes least + scale · code, rounded to bfloat16."""
+    if not isinstance(x, Codes):
+        return np.asarray(x, np.float64)
+    codes = np.asarray(x.codes)
+    axis, along = (-1, 2 * codes.shape[-1]) if x.by_token else (-2, codes.shape[-2])
+    scale, least = (
+        np.take(np.asarray(leaf, np.float64), np.arange(along) // x.group, axis) for leaf in (x.scale, x.least)
+    )
+    value = least + scale * np.concatenate([codes % 16, codes // 16], -1)
+    return value.astype(np.float32).astype(jnp.bfloat16).astype(np.float64).reshape(x.shape)
+
+
+def assert_rounded_once(found, exact: np.ndarray) -> None:
+    """bfloat16 results lie within one unit in the last place of their row's largest value."""
+    largest = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-30)
+    assert (np.abs(np.asarray(found, np.float64) - exact) <= 2.0 ** (np.floor(np.log2(largest)) - 7)).all()

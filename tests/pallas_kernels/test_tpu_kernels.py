@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunks import expected
+from chunks import assert_rounded_once, decoded, expected
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
@@ -54,25 +54,6 @@ def chunk_of(shape: ChunkShape, length: int) -> tuple[dict, np.ndarray]:
     elif x.by_token:
         given["x"] = Codes(x.codes, padding(x.scale, -2), x.least, x.heads, x.group, x.by_token)
     return given, exact
-
-
-def decoded(x) -> np.ndarray:
-    """Returns what codes stand for, least + scale · code, rounded to bfloat16."""
-    if not isinstance(x, Codes):
-        return np.asarray(x, np.float64)
-    codes = np.asarray(x.codes)
-    axis, along = (-1, 2 * codes.shape[-1]) if x.by_token else (-2, codes.shape[-2])
-    scale, least = (
-        np.take(np.asarray(leaf, np.float64), np.arange(along) // x.group, axis) for leaf in (x.scale, x.least)
-    )
-    value = least + scale * np.concatenate([codes % 16, codes // 16], -1)
-    return value.astype(np.float32).astype(jnp.bfloat16).astype(np.float64).reshape(x.shape)
-
-
-def assert_rounded_once(found: np.ndarray, exact: np.ndarray) -> None:
-    """Holds results within one unit in the last place of their row's largest value."""
-    largest = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-30)
-    assert (np.abs(found - exact) <= 2.0 ** (np.floor(np.log2(largest)) - 7)).all()
 
 
 @cases(ALL, QUICK)
