@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -213,6 +214,15 @@ def test_dispatch_reads_the_least_of_what_a_kernel_gained_and_nothing_of_a_wrong
     assert len(list(tmp_path.glob("*.json"))) == 2
     assert _dispatch.measured.__wrapped__("A GPU") == {"right": 1.2, "wrong": 0.0, "died": 0.0}
     assert _dispatch.measured.__wrapped__("another GPU") == {}
+
+    # A run that ends while it writes leaves the results that were there.
+    before = {path: path.read_text() for path in tmp_path.glob("*.json")}
+    with file.open("a") as more:
+        more.write(json.dumps(line_of("later", 4.0)) + "\n")
+    monkeypatch.setattr(accelerator.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.write_results(file)
+    assert {path: path.read_text() for path in tmp_path.glob("*.json")} == before
 
 
 def test_a_program_moves_what_it_reads_and_writes():
