@@ -48,7 +48,7 @@ QUESTIONS = (DESCRIBE, "unit of seed?")
 PAGE = 16
 
 
-class Loop:
+class AgentLoop:
     """One pass over the screenshots: a session, and an executor that serves its windows as the other methods would."""
 
     def __init__(
@@ -165,7 +165,7 @@ def measure(request: Request, frame: str | None, question: str | None, out: Path
 
     records = list[dict[str, Any]]()
     for turn in (1, 2):
-        loop, queue = Loop(backbone, around.front, asked, keep, steps, pages), collections.deque(shots)
+        loop, queue = AgentLoop(backbone, around.front, asked, keep, steps, pages), collections.deque(shots)
         records.clear()
         with loop.session as session:
             for number in itertools.count(1):
