@@ -78,7 +78,7 @@ def _ls(options: argparse.Namespace) -> int:
             print(f"{'bytes':>13}  {'kind':<9}  {'used':<16}  {'expires':<16}  tenant/name")
         for owner, name, kind, size, used, expires, _ in listed_rows(index, tenant):
             row = {"tenant": owner, "name": name, "kind": kind, "bytes": size, "used": used, "expires": expires}
-            place = "/".join(_short(part) for part in (options.tenant or owner, *name.split("/")))
+            place = "/".join([options.tenant or _short(owner), *map(_short, name.split("/"))])
             text = f"{size:>13,}  {kind:<9}  {_when(used)}  {_when(expires)}  {place}"
             print(json.dumps(row) if options.json else text)
     return 0

@@ -161,6 +161,15 @@ def test_the_program_prints_a_table_and_ends_when_nobody_reads_on(root: Path):
     heading, row = done.stdout.splitlines()
     assert heading.split() == ["bytes", "kind", "used", "expires", "tenant/name"]
     assert row.split()[1] == "encoder"
+    assert max(map(len, (heading, row))) <= 100
+
+
+def test_a_table_has_the_tenants_name_whole_where_it_was_given(root: Path, capsys):
+    name = "a tenant of more than twenty-four letters"
+    with ChunkStore(root, tenant=name) as store:
+        store.put_encoder("one", "tiny", OUTPUT)
+    assert main(["ls", str(root), f"--tenant={name}"]) == 0
+    assert f"  {name}/" in capsys.readouterr().out
 
 
 def test_prometheus_gets_all_counters_of_a_store(root: Path):
