@@ -1,17 +1,18 @@
-"""Settings every test shares: threads, compiled programs kept in the project's own cache directory, and the order."""
+"""Settings that every test shares: threads, compiled programs kept in `out/`, how many examples a property draws."""
 
 import gc
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import hypothesis
+import jaxtyping
 import pytest
-
-from tests import checking
 
 # Small batched factorisations lose to their own threads; read when the library is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / "out" / "jax"))
 # Compiling takes longer than running here: LLVM optimises nothing (XLA's own passes all run), which halves it. Programs
 # for users are compiled with everything; JAX_DISABLE_MOST_OPTIMIZATIONS=0 runs the tests so.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -20,30 +21,13 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Many small programs are compiled by several files, and by both of two processes.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
-checking.install()
+# The same examples in every run; `--hypothesis-profile=nightly` draws others each time.
+hypothesis.settings.register_profile("default", max_examples=25, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
+
 # Imports and tracing allocate much that lives on.
 gc.set_threshold(50_000, 20, 20)
-
-# A file's tests stay in one process, so a long file that begins last keeps the others waiting. Longest first, by
-# the CPU seconds of a run with nothing compiled beforehand (those of 10 or more).
-LONG = (
-    "test_window_truth.py",
-    "test_hybrid.py",
-    "test_run.py",
-    "test_power_cut.py",
-    "test_protocol.py",
-    "test_packed_objects.py",
-    "test_answer_batch.py",
-    "test_trained.py",
-    "test_parity.py",
-    "test_remote_adapters.py",
-    "test_reused_chat.py",
-    "test_patch.py",
-    "test_families.py",
-    "test_rotate_patch.py",
-    "test_tenants.py",
-    "test_sessions.py",
-)
 
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 40_000
@@ -52,14 +36,11 @@ _looked = time.monotonic()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps the order below: pytest-xdist would put the files of most tests first."""
-    config.option.loadscopereorder = False
+    """Has jaxtyping's hook, where it is asked for, check functions without arrays once instead of twice."""
+    if config.getoption("jaxtyping_packages", None):
+        from tests.shared import checking
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first."""
-    rank = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(LONG)))
+        checking.install()
 
 
 def pytest_collection_finish() -> None:
@@ -79,3 +60,20 @@ def pytest_runtest_teardown() -> None:
 
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def unchecked() -> Any:
+    """Switches jaxtyping's hook off, where it is on, so that a test sees our own typed error."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def highest_precision() -> Any:
+    """Computes products of float32 in float32, whatever the platform's default is."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield

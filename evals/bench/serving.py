@@ -1,6 +1,6 @@
 """vLLM with the connector, measured on a CPU: `python -m evals.bench.serving --work=out/serving`.
 
-It runs in the environment that `tests/serving/run` installs, each scenario in a process with an engine of its own. A
+It runs in the environment that `tests/engine/run` installs, each scenario in a process with an engine of its own. A
 scenario writes its rows to WORK/NAME.json, and is not run again while they are there. --turns makes a preview;
 --publish writes docs/serving.json, from which `python -m evals.harness.pages` fills docs/guides/vllm.md.
 

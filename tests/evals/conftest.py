@@ -5,7 +5,6 @@ import functools
 import pytest
 
 from tests.goldens.load import write_chatting
-from tests.kvpatch_jax.conftest import unchecked as unchecked
 
 
 @pytest.fixture(scope="session")

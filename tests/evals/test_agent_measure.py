@@ -63,7 +63,7 @@ def test_the_program_on_the_shipped_model(tmp_path: Path):
     assert table["re-prefill"][-3:] == ["5", "of", "5"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prefix_cache_knows_every_earlier_window(tmp_path: Path):
     """With one screenshot after the pinned one, the recall shows an earlier window again: nothing is computed."""
     agent.measure(request(SCREENSHOTS, keep=1), None, None, tmp_path, "")

@@ -45,7 +45,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_suite_runs_and_every_side_is_right(tmp_path, name):
     module, probes = COUNTED[name]
@@ -58,7 +58,7 @@ def test_a_suite_runs_and_every_side_is_right(tmp_path, name):
     assert table(rows).count("\n") == 1 + len({(row["probe"], row["model"], row["arm"]) for row in rows})
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.nightly)])
 def test_a_loop_over_ten_sizes_compiles_sixteen_programs_at_most(steps: int):
     """Everything counted: tower, embedding, prefill, placing, rotation, answers, checksums, the pool."""
     figures = first_steps.loop(steps)
@@ -66,7 +66,7 @@ def test_a_loop_over_ten_sizes_compiles_sixteen_programs_at_most(steps: int):
     assert 0 < figures["padding"] < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rates_are_written_where_plans_read_them(tmp_path):
     measure(next(costs.suite(QUICK._replace(out=str(tmp_path)))), 1)
     read = DeviceCosts.read(tmp_path / "device_costs.json")
@@ -144,7 +144,7 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_kernel_is_refused(monkeypatch, wrong):
     operation = wrong.partition(" ")[0]
@@ -169,7 +169,7 @@ def run_accelerator(out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_accelerator_script_runs_and_resumes_behind_a_benchmark_that_died(tmp_path):
     # As if the evaluation, which takes minutes, had been run.
     file = tmp_path / "tiny-lines.jsonl"
@@ -265,7 +265,7 @@ def test_the_accelerator_program_runs_where_little_is_installed():
 # ------------------------------------------------------------------------------------------------------- backbones
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ours_alone_has_every_operation():
     chosen = [benchmark for benchmark in backbones.suite(QUICK) if "Qwen2ForCausalLM" in benchmark.case]
     rows, notes = zip(*(measure(benchmark, 1) for benchmark in chosen), strict=True)
@@ -297,7 +297,7 @@ def test_an_interpreter_without_torch_is_refused_in_one_line(tmp_path, body, mes
         backbones.TransformersWorker(str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif("KVPATCH_TORCH_PYTHON" not in os.environ, reason="no interpreter with torch and transformers")
 def test_both_sides_compute_the_same():
     options = QUICK._replace(torch_python=os.environ["KVPATCH_TORCH_PYTHON"])

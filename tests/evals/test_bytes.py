@@ -20,7 +20,7 @@ def test_another_version_has_other_values_and_the_same_page():
         np.testing.assert_array_equal(getattr(other, name), getattr(contexts, name))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_base_is_kept_once_and_a_patch_for_each_antecedent():
     backbone = loaded(str(model_path("documents/qwen2_5_vl")))
     batch = VERSIONS.batch(backbone, "4", 0, 2, 0)

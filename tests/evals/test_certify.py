@@ -221,7 +221,7 @@ def agrees(certificate: Certificate, expected: float, *mode: Any) -> None:
     np.testing.assert_allclose(row.kl, expected, rtol=2e-2, atol=2e-5, err_msg=str(mode))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stored_prefills_lose_what_prefills_of_the_other_histories_lose(histories: Histories, measured: Certificate):
     lead, (a, b, c, d, e), (v, w, x, y, z) = histories.lead, histories.pieces, histories.older
     first = {1: [v, a], 2: [v, a, b], 3: [v, b, c], 4: [v, w, c, d], 5: [v, w, x, d, e]}
@@ -239,7 +239,7 @@ def test_stored_prefills_lose_what_prefills_of_the_other_histories_lose(historie
             agrees(measured, expected, likeness, 0, count - 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_survivors_lose_what_a_window_loses_that_slid_so_often(histories: Histories, measured: Certificate):
     assert sorted(row.rank for row in measured.rows if row.point == "survivor") == [1, 2, 4, 5]
     for slides in (1, 2, 4, 5):
@@ -253,7 +253,7 @@ def test_survivors_lose_what_a_window_loses_that_slid_so_often(histories: Histor
         agrees(measured, histories.loss([kv for _, kv in window]), "survivor", slides, CHUNKS - 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_canonicals_lose_what_pieces_prefilled_alone_lose_and_whole_patches_nothing(histories, measured):
     canonical, promised = (
         [histories.last_of([ids]) for ids in [histories.lead, *histories.pieces]],
@@ -337,7 +337,7 @@ def test_texts_of_one_half_are_in_no_window_of_the_other(backbone: ModelBackbone
         sources.text_windows(backbone, tmp_path, (300,), 4, 4, words[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_program_writes_a_certificate_of_texts(backbone: ModelBackbone, tmp_path: Path):
     rng, words, out = np.random.default_rng(0), words_of(backbone), tmp_path / "certificate.json"
     for number in range(4):

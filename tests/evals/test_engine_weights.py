@@ -31,7 +31,7 @@ def test_a_map_into_the_stream_and_one_out_of_it_compose_to_the_same_map():
     np.testing.assert_array_equal(doubled[names[1]] @ doubled[names[0]], outer @ inner)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_its_logits_are_the_shipped_models(folder):
     prices, *_, bill = images_of(sample(np.random.default_rng(7), 1))
     logits = []

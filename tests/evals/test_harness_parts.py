@@ -70,7 +70,7 @@ def test_shards_measure_every_part_once(tmp_path, count):
     assert [written.count(f'"{key}"') for key in EXPECTED] == [1] * len(EXPECTED)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tasks_of_ray_measure_what_one_process_measures_whatever_happens_to_a_worker(tmp_path):
     ray = pytest.importorskip("ray")
 

@@ -87,7 +87,7 @@ def test_a_page_is_a_program_whose_imports_are_there(page: Path):
 
 @pytest.mark.parametrize(
     "page",
-    [page if page.stem in FAST else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
+    [page if page.stem in FAST else pytest.param(page, marks=pytest.mark.nightly) for page in PAGES],
     ids=lambda page: page.stem,
 )
 def test_a_page_runs(page: Path, tmp_path: Path):

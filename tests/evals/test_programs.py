@@ -21,7 +21,7 @@ def run(arguments: list[str], folder: Path = ROOT, **variables: str) -> subproce
     )
 
 
-@pytest.mark.parametrize("name", [PROGRAMS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS[1:])])
+@pytest.mark.parametrize("name", [PROGRAMS[0], *(pytest.param(x, marks=pytest.mark.nightly) for x in PROGRAMS[1:])])
 def test_help_lists_flags_and_nothing_is_measured(name: str):
     done = run(["-m", name, "--help"])
     assert "--out" in done.stdout
@@ -33,9 +33,9 @@ def test_help_lists_flags_and_nothing_is_measured(name: str):
     ("name", "flag", "known"),
     [
         ("evals.run", "--config=nope", "expected a TOML file"),
-        pytest.param("evals.train", "--backbone=nope", "kimi_vl", marks=pytest.mark.slow),
-        pytest.param("evals.certify", "--model=nope", "documents/qwen2_5_vl", marks=pytest.mark.slow),
-        pytest.param("evals.bench", "--suite=nope", "operators", marks=pytest.mark.slow),
+        pytest.param("evals.train", "--backbone=nope", "kimi_vl", marks=pytest.mark.nightly),
+        pytest.param("evals.certify", "--model=nope", "documents/qwen2_5_vl", marks=pytest.mark.nightly),
+        pytest.param("evals.bench", "--suite=nope", "operators", marks=pytest.mark.nightly),
     ],
 )
 def test_an_unknown_name_ends_in_one_line(tmp_path: Path, name: str, flag: str, known: str):

@@ -38,7 +38,7 @@ def test_flops_are_two_for_each_weight_and_token_and_four_for_each_width_and_pai
     assert real_model.tower_flops() == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.aot
+@pytest.mark.device
 @pytest.mark.parametrize(("device", "needs"), [("H100, 80 GiB", "jax_cuda13_plugin"), ("v5e, 16 GiB", "libtpu")])
 def test_a_session_s_programs_fit_their_device(device: str, needs: str):
     if importlib.util.find_spec(needs) is None:

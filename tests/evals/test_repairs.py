@@ -15,7 +15,7 @@ from evals.harness.frame import Lookup
 from evals.harness.methods import parse
 from evals.task.preparation import pooled_basis, schedules
 from kvpatch_jax.repair import METHODS
-from tests.kvpatch_jax.repair.splices import LAYERS, error, make_splice, tiny_backbone
+from tests.repair.splices import LAYERS, error, make_splice, tiny_backbone
 
 ELSEWHERE = {
     *("mpic", "two_step_reuse", "full_reprefill", "prefix_caching"),  # whole prompts, and the reference itself
@@ -51,7 +51,7 @@ def test_the_configuration_names_every_method_for_one_chunk():
     assert set(read_config("repairs").methods) <= set(config.methods)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_schedules_spend_their_share_and_never_rise_with_depth():
     with jax.default_matmul_precision("highest"):
         found = schedules(tiny_backbone(), Questions(), (0.1, 0.2, 0.5))
@@ -71,7 +71,7 @@ def test_a_basis_of_full_rank_holds_the_deficits_it_was_fitted_on():
         assert error(repaired.cache[name], value) <= 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_measures_methods_at_the_same_bytes_and_tokens(tmp_path):
     methods = "re-prefill,blind,patch.bytes=0.15,first_k.budget=0.15,quantised.bytes=0.01"
     config = read_config("repairs", ["n=2", "batch=2", f"methods={methods}"])

@@ -26,7 +26,7 @@ from evals.trained import shipped
 from kvpatch_jax.models import load
 from tests.evals.numpy_model import KV, Decoder, budget_patch, cut, few_bits, joined, rank_patch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 SEED = 20_261
 MODEL, CONTEXTS, PUBLISHED = "documents/qwen2_5_vl", 32, 256
 """Of the image task: the shipped model of seed 0, contexts drawn here, and those of the published run."""

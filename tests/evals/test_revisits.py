@@ -90,7 +90,7 @@ def lookup(tmp_path_factory: pytest.TempPathFactory) -> Lookup:
     return Lookup(results["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_exact_reuse_loses_nothing_and_a_restart_computes_nothing(lookup: Lookup):
     place = {"model": "documents/qwen2_5_vl", "arm": "default"}
     for visit in (FIRST, SAME, CONTEXTS, SHUFFLED, FORK, "other"):
@@ -100,7 +100,7 @@ def test_exact_reuse_loses_nothing_and_a_restart_computes_nothing(lookup: Lookup
     assert lookup.get(metric="tokens", **restart).value == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_run_agrees_with_what_is_counted(lookup: Lookup):
     for visit in (FIRST, SHUFFLED):
         place = {"probe": f"revisits.documents.window=2.{visit}", "model": "documents/qwen2_5_vl", "metric": "tokens"}

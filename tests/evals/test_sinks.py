@@ -12,7 +12,7 @@ from evals.windows.sinks import KEPT, measure_sink
 from kvpatch_jax.models import load
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("pinned", [0, 2])
 def test_only_what_survivors_attended_to_and_left_makes_a_difference(pinned: int):
     """A window of one piece beside the first tokens shows each piece behind them alone, as a re-prefill does."""

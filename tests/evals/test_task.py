@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -25,6 +25,7 @@ from evals.task.vocabulary import CODE_NAMES, UNIT_NAMES, VALUE_NAMES, make_toke
 from evals.trained import shipped
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import ModelBackbone, load
+from tests.shared.examples import examples
 
 COUNTS = {"page": 3, "sheet": 2, "chain": 4, "override": 2, "aggregate": 2, "list": 1}
 
@@ -43,7 +44,7 @@ def test_a_context_is_drawn_alike_alone_and_in_a_batch(kind: str):
         assert (others.face >= len(faces.SEEN)).all()
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(seed=st.integers(0, 2**32), size=st.sampled_from(sorted(SIZES)))
 def test_codes_are_unique_and_one_value_of_a_letter_leads(seed: int, size: str):
     """No page repeats an item or a code; few items are on two sheets, and differ there; a letter has one leader."""
@@ -176,7 +177,7 @@ def fresh(name: str) -> ModelBackbone:
     return ModelBackbone(config, nnx.to_pure_dict(nnx.state(config.family.module(config, nnx.Rngs(0)))), images)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi_vl",))])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("kimi_vl", marks=pytest.mark.nightly)])
 def test_rows_of_questions_read_what_packed_questions_do(name: str):
     """A whole patch gives back re-prefill though all moved; a row per question answers as the packed ones."""
     rng, backbone = np.random.default_rng(2), fresh(name)

@@ -41,7 +41,7 @@ def test_histories_differ_from_the_truth_in_what_their_names_say():
         assert len(histories(count)) == len(set(histories(count).values()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kv_behind_the_true_history_loses_nothing():
     """Two sheets and a page of four cells: patches have all directions, and mend what another history lacks."""
     rng, backbone = np.random.default_rng(1), load(ROOT / "documents/qwen2_5_vl", dtype="float32")

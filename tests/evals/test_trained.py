@@ -19,7 +19,7 @@ SEED, CONTEXTS = 60_221, 8
 OTHERS = [name for name in shipped_names() if name not in (MAIN, CONTROL)]
 
 
-@pytest.fixture(scope="module", params=[MAIN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.fixture(scope="module", params=[MAIN, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def batch(request: pytest.FixtureRequest) -> TaskBatch:
     """A shipped instance before contexts that it was never shown while it was made."""
     dataset = PLAIN if request.param.startswith("plain") else DOCUMENTS

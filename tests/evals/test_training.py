@@ -25,7 +25,7 @@ def curve(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_training_equals_a_straight_one(tmp_path: Path):
     """Parameters and optimiser state to the bit, over steps of two sizes; what is saved is what was trained."""
     straight = Trainer(RECIPE, tmp_path / "straight")
@@ -82,7 +82,7 @@ def test_shares_are_asked_of_letters():
     np.testing.assert_array_equal(shares[asked].argmax(axis=-1), answers)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_program_names_every_choice_and_takes_two_steps(tmp_path: Path):
     """Every field of the recipe is a flag; fewer steps than the warm-up are a training too."""
     program = [sys.executable, "-m", "evals.train"]

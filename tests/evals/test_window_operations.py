@@ -38,7 +38,7 @@ def transformer() -> TaskPieces:
     return tiny_images(TRANSFORMER)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pieces_one_by_one_are_one_prompt(hybrid: TaskPieces):
     """KV of pieces prefilled behind one another, joined at their places, is what one forward over all leaves."""
     line = hybrid.line(*hybrid.sheets, hybrid.page)
@@ -66,7 +66,7 @@ def divergences(images: TaskPieces, operation: str) -> Iterator[tuple[str, dict[
         yield measured.probe, {arm: said.divergence_from(reference)[valid] for arm, said in measured.answers.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("operation", ["reorder", "slide", "recall"])
 @pytest.mark.parametrize("instance", ["hybrid", "transformer"])
 def test_patches_of_full_rank_give_re_prefill_back(instance: str, operation: str, request: pytest.FixtureRequest):
@@ -86,7 +86,7 @@ def test_patches_of_full_rank_give_re_prefill_back(instance: str, operation: str
     assert settings == {"reorder": 2, "slide": 1, "recall": 3}[operation]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hybrid_needs_both_parts_and_a_transformer_has_one(hybrid: TaskPieces, transformer: TaskPieces):
     """Rows and transition mended apart leave a part of what blind reuse loses, both together nothing."""
     ((_, kl),) = divergences(hybrid, "parts")

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -75,21 +73,6 @@ def golden(tiny: Callable[[str], Any]) -> Callable[[str, str], Golden]:
 def qwen2_5_vl_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen2.5-VL of the goldens as a Hugging Face directory. Read only: copy before changing it."""
     return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("checkpoints") / "qwen2_5_vl")
-
-
-@pytest.fixture
-def unchecked():
-    """Switches the shape hook off, so that our own typed error is what a test sees."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture
-def highest_precision():
-    """Computes products of float32 in float32, whatever the platform's default is."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch_jax.errors import KernelUnavailableError, ShapeError
@@ -18,8 +18,9 @@ from kvpatch_jax.models.attention.blockwise import AttentionBlocks, blockwise
 from kvpatch_jax.models.attention.dense import dense
 from kvpatch_jax.models.attention.mask import NOWHERE
 from pallas_kernels import preferring
-from tests.arrays import placed
-from tests.tolerances import FUNCTION, assert_within, mean_bound, rounding_bound
+from tests.shared.arrays import placed
+from tests.shared.examples import examples
+from tests.shared.tolerances import FUNCTION, assert_within, mean_bound, rounding_bound
 
 ROWS, QUERIES, KEYS = 2, 13, 22
 SCALE = 0.31
@@ -130,9 +131,9 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("structure", STRUCTURES)
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(seed=st.integers(0, 2**31))
 def test_every_mask_structure_equals_its_rules(structure, seed):
     """Two forms of one mask give what the rules say; a row that sees nothing is zero in all three."""
@@ -153,8 +154,8 @@ def test_every_mask_structure_equals_its_rules(structure, seed):
     [
         ("mha", "float32"),
         ("latent", "bfloat16"),
-        pytest.param("latent", "float32", marks=pytest.mark.slow),
-        pytest.param("mha", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("latent", "float32", marks=pytest.mark.nightly),
+        pytest.param("mha", "bfloat16", marks=pytest.mark.nightly),
     ],
 )
 def test_every_head_layout_and_type_equals_float64(heads, dtype):
@@ -171,8 +172,7 @@ def test_every_head_layout_and_type_equals_float64(heads, dtype):
         assert error(found) < 2 * error(whole) + 1e-6  # rounded no worse than the dense form
 
 
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@pytest.mark.nightly
 @given(data=st.data())
 def test_any_sizes_blocks_and_structures_equal_float64(data):
     """Sizes, blocks, heads and structures drawn together: each a program of its own."""

@@ -9,7 +9,7 @@ from kvpatch_jax.errors import KernelUnavailableError
 from kvpatch_jax.models.attention import Mask, attention, splash, using, what_runs
 from kvpatch_jax.models.attention.dense import dense
 from pallas_kernels import preferring, targeting
-from tests.arrays import placed
+from tests.shared.arrays import placed
 
 SCALE = 0.21
 ROWS, QUERIES, KEYS = 2, 200, 330
@@ -33,7 +33,7 @@ def drawn(heads: int, kv_heads: int, width: int, value_width: int, dtype: str = 
     return one(ROWS, QUERIES, heads, width), one(ROWS, KEYS, kv_heads, width), one(ROWS, KEYS, kv_heads, value_width)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MASKS)
 def test_splash_interpreted_equals_the_dense_form(name, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 128)

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.models import Buckets, load
-from tests.compilations import compilations
 from tests.goldens.load import write_checkpoint
+from tests.shared.compilations import compilations
 
 BAR = 2e-5
 PROGRAMS = [f"jit({name})" for name in ("encode", "embed", "prefill", "recompute", "begin", "advance")]
@@ -39,7 +39,6 @@ SIZES = {
 
 
 @given(st.integers(0, 1_000_000), st.sampled_from([64, 128, 1024]), st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=300, deadline=None)
 def test_buckets_hold_and_waste_little(size: int, smallest: int, steps: int):
     """Never smaller, at most 1/steps larger beyond the smallest, less than twice as large up to it and from the least
     on, themselves buckets, multiples of four.
@@ -83,7 +82,7 @@ def close(found, expected):
     assert np.abs(found - expected).max() <= BAR * np.abs(expected).max()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", SIZES)
 def test_image_sizes_of_one_bucket_share_programs(family: str, tmp_path):
     """Embeddings, KV, logits and greedy tokens of each size equal the unpadded ones; one program serves them all."""
@@ -111,7 +110,7 @@ def test_image_sizes_of_one_bucket_share_programs(family: str, tmp_path):
     assert not np.any(counts[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "whole"), [("qwen3", False), ("deepseek_v3", True)])
 def test_lengths_of_one_bucket_share_programs(family: str, whole: bool, tmp_path):
     """Prefill behind a context and recompute at several lengths, under masks: equal to unpadded, compiled once.

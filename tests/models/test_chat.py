@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "family",
-    [name if name in ("qwen2_5_vl", "llava") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [name if name in ("qwen2_5_vl", "llava") else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES],
 )
 def test_two_images_in_a_conversation_equal_transformers(checkpoint, family):
     """The same text, the same ids: template, tokenizer, image expansion and all."""
@@ -49,7 +49,7 @@ def test_two_images_in_a_conversation_equal_transformers(checkpoint, family):
     assert backbone.chat(messages())["input_ids"][0].tolist() == gold["input_ids"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_is_embedded_as_it_is(checkpoint, family):
     backbone = load(checkpoint(family))
@@ -59,7 +59,7 @@ def test_a_conversation_is_embedded_as_it_is(checkpoint, family):
     np.testing.assert_array_equal(tokens.positions, prompt["position_ids"])
 
 
-@pytest.mark.parametrize("family", ["gemma4", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gemma4", pytest.param("llava", marks=pytest.mark.nightly)])
 def test_a_frame_around_images_is_what_chat_makes(checkpoint, family):
     backbone = load(checkpoint(family))
     frame, images, asked = backbone.chat_frame(), [picture(0), picture(1)], "What is this?"

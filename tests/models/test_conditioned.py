@@ -31,7 +31,7 @@ def assert_close(found, expected, bar: float = BAR):
         assert np.abs(found[name] - value).max() <= bar * np.abs(value).max()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_unit_has_its_part_of_the_whole_prompt(backbone):
     units = [[image(1)], [[3, 1, 4]], [image(2)]]
     found = kvp.conditioned(backbone, units)
@@ -47,7 +47,7 @@ def test_each_unit_has_its_part_of_the_whole_prompt(backbone):
     assert_close(found[0], kvp.make_chunk(backbone, units[0]).kv)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_chunk_is_made_from_a_towers_kept_output(backbone, tmp_path):
     chunk = kvp.make_chunk(backbone, [image(3)])
     assert chunk.encoder is None

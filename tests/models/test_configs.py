@@ -19,6 +19,7 @@ from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
 
 IMAGES = ("qwen2_5_vl", "internvl", "kimi_vl", "qwen3_omni", "gemma4", "phi3_v", "deepseek_vl2", "llava_onevision")
 TEXTS = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_moe")
+SLOW = pytest.mark.nightly
 CONFIGS: dict[str, dict[str, Any]] = {name: golden_config(name) for name in (*TEXTS, *IMAGES)}
 BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, True, None, float("nan"))
 
@@ -53,7 +54,7 @@ def paths(raw: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", [*TEXTS, *IMAGES[:3], *(pytest.param(x, marks=pytest.mark.slow) for x in IMAGES[3:])])
+@pytest.mark.parametrize("name", [*TEXTS, *IMAGES[:3], *(pytest.param(x, marks=SLOW) for x in IMAGES[3:])])
 def test_no_value_of_any_key_gives_an_untyped_error(name):
     """Every key, each kind of nonsense: read, warned about, or refused."""
     for path in paths(CONFIGS[name]):

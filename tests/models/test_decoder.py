@@ -19,8 +19,8 @@ from kvpatch_jax.models.decoder.grouped import spread
 from kvpatch_jax.models.decoder.layers import ACTIVATIONS
 from kvpatch_jax.models.decoder.moe import choose_experts
 from kvpatch_jax.models.decoder.weights import decoder_entries
-from tests.arrays import placed
-from tests.tolerances import assert_close_to_largest
+from tests.shared.arrays import placed
+from tests.shared.tolerances import assert_close_to_largest
 
 EXPERTS = ExpertConfig(experts=6, chosen=2, intermediate=10, router="softmax", renormalise=True)
 CONFIG = DecoderConfig(

@@ -15,6 +15,7 @@ import pytest
 
 from kvpatch_jax.core import fold
 from kvpatch_jax.models.decoder.delta_rule import RuleOutput, delta_rule
+from tests.shared.examples import examples
 
 HEADS, KEY, VALUE = 2, 8, 6
 
@@ -105,7 +106,7 @@ def test_tokens_one_by_one_equal_all_at_once():
     assert difference(maps.swapaxes(1, 2), expected["map"]) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weak_decays_behind_strong_ones_stay_exact():
     """Differences of two sums of log decays would be off by 1e-4 here."""
     rng = np.random.default_rng(2)
@@ -117,7 +118,7 @@ def test_weak_decays_behind_strong_ones_stay_exact():
     assert np.isfinite(np.asarray(rule(*inputs._replace(log_decay=inputs.log_decay * 1e4)).output)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_keys_alike_stay_exact():
     """One key, written again and again: powers of the matrix that is inverted reach 1e18."""
     rng = np.random.default_rng(3)
@@ -129,7 +130,7 @@ def test_keys_alike_stay_exact():
     assert difference(got.state, expected["state"]) < 5e-6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_padding_changes_nothing_bit_by_bit():
     """Whatever the padding holds, and wherever it is; and padding alone is the transition of no tokens."""
     rng = np.random.default_rng(4)
@@ -181,8 +182,8 @@ def whole_of(inputs: Drawn, counted: jax.Array, order: jax.Array) -> dict[str, j
 decays = st.floats(-6, 1.477)
 
 
-@pytest.mark.slow
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@pytest.mark.nightly
+@examples(12)
 @hypothesis.given(
     seed=st.integers(0, 2**31), lengths=st.lists(st.integers(1, 300), min_size=3, max_size=3), low=decays, high=decays
 )
@@ -198,7 +199,7 @@ def test_windows_compose_to_the_whole(seed: int, lengths: list[int], low: float,
         assert np.abs(np.asarray(got["map"][None]) - expected["map"]).max() < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_compose_to_the_whole():
     """Of a scalar of the composed state, against the whole's."""
     rng = np.random.default_rng(6)
@@ -219,7 +220,7 @@ def test_gradients_compose_to_the_whole():
         assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_grows_with_tokens_alone():
     """At a layer of Qwen3.5-9B, 32 heads of 128 · 128, forwards and backwards: nothing of [T, T]."""
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -26,9 +26,10 @@ from kvpatch_jax.models.decoder.moe import Experts
 from kvpatch_jax.utils.traced_flops import traced_flops
 from pallas_kernels import targeting
 from pallas_kernels.block_product import gpu as block_product_gpu
-from tests.arrays import placed
 from tests.goldens.load import write_checkpoint
-from tests.tolerances import FUNCTION, assert_within, rounding_bound
+from tests.shared.arrays import placed
+from tests.shared.examples import examples
+from tests.shared.tolerances import FUNCTION, assert_within, rounding_bound
 
 EXPERTS, WIDTH, INNER, TOKENS, CHOSEN = 6, 5, 4, 12, 2
 
@@ -98,8 +99,7 @@ def programs():
     return made
 
 
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@pytest.mark.nightly
 @given(index=routings(beyond=1), layer=st.integers(0, 2), seed=st.integers(0, 9))
 def test_every_implementation_equals_a_loop_over_tokens(programs, index, layer, seed):
     x, weights = numbers(TOKENS, WIDTH, seed=seed), np.abs(numbers(TOKENS, CHOSEN, seed=seed + 1))
@@ -128,8 +128,8 @@ def by_kernel():
     return jax.jit(mix), np.asarray(x, np.float32), jax.tree.map(lambda part: np.asarray(part[1], np.float32), stack)
 
 
-@pytest.mark.slow
-@settings(max_examples=3, deadline=None)
+@pytest.mark.nightly
+@examples(3)
 @given(index=routings(HOPPER["tokens"], HOPPER["experts"], beyond=1), seed=st.integers(0, 9))
 def test_the_hopper_kernel_equals_a_loop_over_tokens(by_kernel, index, seed):
     """Numbers of no expert are left out, as each device of a mesh leaves out the others'."""
@@ -142,7 +142,7 @@ def test_the_hopper_kernel_equals_a_loop_over_tokens(by_kernel, index, seed):
     assert np.abs(found - expected).max() <= 2**-7 * max(np.abs(expected).max(), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_derivatives_are_those_of_the_dense_form():
     x, index = numbers(TOKENS, WIDTH), np.stack([np.arange(TOKENS) % EXPERTS, (np.arange(TOKENS) + 2) % 3 + 3], 1)
     index[index[:, 0] == index[:, 1], 1] = 0
@@ -187,7 +187,7 @@ def test_unknown_implementation_is_refused():
         mix_experts(one, one.astype(int), one, LAYERS, jax.nn.silu, implementation="megablox")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_router_load_is_what_each_layer_chose(tmp_path):
     """The tiny DeepSeek-V3 has a dense layer below; 11 tokens are padded to 16, and not counted."""
     backbone = load(write_checkpoint("deepseek_v3", tmp_path / "mixture"), buckets=Buckets())

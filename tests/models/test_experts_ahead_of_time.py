@@ -19,7 +19,7 @@ from tests.models.test_experts import MODEL, mix_30b, shapes_of_30b
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 absent = lambda name: importlib.util.find_spec(name) is None
-pytestmark = pytest.mark.aot
+pytestmark = pytest.mark.device
 LAYERS = 4
 """Of 48: the whole stack is larger than one v5e's memory."""
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -44,7 +44,6 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("filling")
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_region_in_any_order_and_type_is_numpys_own(root, data):
     """Pieces of a few bytes, so that every shape falls apart in every way."""

@@ -32,7 +32,7 @@ def waves():
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_layers_that_slide_let_an_image_see_itself(golden):
     """Without what is ahead the full layer's input, and so everything, differs; of a causal model nothing is ahead."""
     mixture, _, _, tokens = given = golden("gemma4_moe", "one_image")
@@ -79,7 +79,7 @@ def talk(small, **more):
     return ["Hear ", sound, " and see ", video, " and ", image, " now"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_of_all_media_is_the_processors(small):
     said = json.loads((GOLDENS / "gemma4" / "media.json").read_text())
     prompt = small.prepare(talk(small))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.bench.shapes import LARGE
@@ -17,8 +17,8 @@ from kvpatch_jax.models.decoder import stacks
 from kvpatch_jax.models.decoding import BLOCK, TextPieces
 from kvpatch_jax.models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
 from kvpatch_jax.models.random_weights import random_backbone
-from tests.compilations import compilations
 from tests.goldens.load import write_checkpoint
+from tests.shared.compilations import compilations
 
 T, STEPS = 8, BLOCK + 9
 WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
@@ -40,7 +40,7 @@ def drawn(backbone, tokens):
     return backbone.generate(tokens, STEPS, stop=(), **WARM)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stream_makes_the_tokens_of_generate(backbone, tokens, drawn):
     """Whatever the block of tokens per program, and without compiling anything for another way of drawing."""
     with compilations() as streamed:
@@ -139,7 +139,7 @@ def test_kernels_read_in_their_stacks_give_what_scanned_ones_do(family, tmp_path
         assert np.array_equal(scanned, inside)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_on_a_cpu_copies_no_weights(dtype):
     """Its temporaries are far below the weights."""
@@ -173,7 +173,6 @@ def byte_tokenizer(fallback: bool):
     return made
 
 
-@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=12), fallback=st.booleans())
 def test_pieces_of_text_split_no_character(text, fallback):
     tokenizer = byte_tokenizer(fallback)
@@ -187,7 +186,6 @@ def test_pieces_of_text_split_no_character(text, fallback):
     assert set(complete) <= set(lengths)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=12))
 def test_bytes_that_are_no_text_come_out_as_the_tokenizer_has_them(data):
     tokenizer = byte_tokenizer(fallback=False)

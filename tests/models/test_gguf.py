@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -115,7 +115,6 @@ def test_a_saved_backbone_is_a_plain_directory(tmp_path: Path) -> None:
     assert all(np.array_equal(found[path], expected[path]) for path in expected)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_region_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     root = tmp_path_factory.getbasetemp() / "regions"
@@ -330,7 +329,6 @@ def sentencepiece_by_hand(given: str) -> list[str]:
 SENTENCEPIECE = gguf_tokenizer(sentencepiece_metadata(), 1000)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.text("abc é日", min_size=1, max_size=12))
 def test_sentencepiece_joins_by_score_and_spells_the_rest_in_bytes(given: str) -> None:
     encoding = SENTENCEPIECE.encode(given)

@@ -17,7 +17,7 @@ from kvpatch_jax.models.inputs.positions import VideoRule
 from kvpatch_jax.models.inputs.video_frames import Stream
 from kvpatch_jax.models.inputs.videos import process_glm_videos, sample_glm4, sample_glm46
 from tests.goldens.load import golden_arrays, golden_chat, write_chatting, write_checkpoint
-from tests.tolerances import assert_close_to_largest
+from tests.shared.tolerances import assert_close_to_largest
 
 GOLD = golden_arrays("glm4v", "frames")
 STREAMS = [(int(count), float(rate)) for count, rate in GOLD["streams"]]
@@ -76,7 +76,7 @@ def test_prompt_says_the_times_as_transformers_does(backbone, kind):
     assert expected in backbone.text(backbone.chat(messages)["input_ids"][0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("backbone", ["old"], indirect=True)
 def test_images_and_videos_keep_the_prompts_order(backbone):
     """Each kind's features are those of its own prompt, whichever comes first: they share one placeholder."""

@@ -9,7 +9,7 @@ from tests.goldens.held_out import AXES, COUNT, settings
 from tests.goldens.load import held_out, write_held_out
 from tests.goldens.redraw import draw_image, draw_numbers
 from tests.goldens.table import Picture
-from tests.tolerances import assert_close_to_largest
+from tests.shared.tolerances import assert_close_to_largest
 
 BAR = 2e-5
 # Linear attention adds to its state and takes from it in float32, and a norm divides by what is left: transformers' own
@@ -28,7 +28,7 @@ def refused(config):
     return "deepstack layers: got" if len(deep) > text.get("num_hidden_layers", 99) else None
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("highest_precision")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("highest_precision")]
 
 
 @pytest.mark.parametrize("number", range(COUNT))

@@ -15,7 +15,7 @@ from kvpatch_jax.models import load
 from kvpatch_jax.models.decoding.generation import pad_rows
 from kvpatch_jax.pool import make_pool
 from tests.goldens.load import write_checkpoint
-from tests.tolerances import assert_close_to_largest
+from tests.shared.tolerances import assert_close_to_largest
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -78,7 +78,7 @@ def test_text_model_under_the_names_of_a_whole_release(tmp_path):
     assert found.fingerprint == expected.fingerprint
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("cut", [70, 2])
 def test_two_prefills_equal_one(backbone, tokens, whole, cut):
     """The second reads state and tail of the first: also where that is shorter than the convolution reads."""
@@ -90,7 +90,7 @@ def test_two_prefills_equal_one(backbone, tokens, whole, cut):
     close_kv(composed, transition_of(whole.kv), "composed")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [32, 45])
 def test_stretches_equal_one_piece(backbone, tokens, whole, chunk):
     found = backbone.prefill(tokens, logits="all", chunk=chunk, hidden_at=(1, 4))
@@ -103,7 +103,7 @@ def test_stretches_equal_one_piece(backbone, tokens, whole, chunk):
     close_kv(behind.kv, backbone.prefill(cut, context).kv, "stretches behind a context")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_padding_changes_nothing(directory, tokens, whole):
     """Of a prompt and of the context in front of it, padded to buckets, and of rows of unequal lengths."""
     backbone = load(directory, angles="float32", buckets=Buckets(smallest=64))
@@ -121,7 +121,7 @@ def test_padding_changes_nothing(directory, tokens, whole):
     assert np.array_equal(made[1], backbone.generate(short, 6)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mask_of_padding_leaves_it_out(backbone, tokens, whole):
     """Padding in front and in the middle, which a mask hides; a mask that hides anything else is refused."""
     places = np.r_[3:33, 40:100]
@@ -139,7 +139,7 @@ def test_mask_of_padding_leaves_it_out(backbone, tokens, whole):
         backbone.prefill(Tokens(jnp.asarray(rows), positions), mask=window)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_decoding_one_by_one_equals_prefill(backbone, tokens, whole):
     """The cache comes back with the transition of all its tokens, the map too."""
     first = tokens.take(0, 84)
@@ -165,7 +165,7 @@ def paged(backbone, held, length, buckets=None):
     return Paged.of(pool, order[None, :length], buckets, transition_of(held)), order[None, length:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pages_equal_contiguous(backbone, tokens, whole):
     """A prefill, tokens that are made and steps: the transition travels beside the pool."""
     first = tokens.take(0, 84)

@@ -28,7 +28,7 @@ def test_a_users_own_folder_of_that_name_shadows_nothing(tmp_path):
     subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=environment, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wheel_has_one_package_of_ours_and_the_kernels(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True)

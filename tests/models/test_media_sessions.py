@@ -38,12 +38,12 @@ def answer_to(backbone, items, question, steps=6):
 
 CASES = [
     ("qwen2_5_vl", None),
-    pytest.param("qwen2_5_vl", "hf5", marks=pytest.mark.slow),
-    *(pytest.param(name, None, marks=pytest.mark.slow) for name in ("qwen3_vl", "smolvlm", "internvl", "kimi_vl")),
+    pytest.param("qwen2_5_vl", "hf5", marks=pytest.mark.nightly),
+    *(pytest.param(name, None, marks=pytest.mark.nightly) for name in ("qwen3_vl", "smolvlm", "internvl", "kimi_vl")),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "rule"), CASES)
 def test_a_session_lays_videos_out_as_the_whole_prompt_does(loaded, family, rule, tmp_path):
     """A video and an image, one after the other and then a question: the places of all are those of one prompt; the
@@ -91,7 +91,7 @@ def test_what_a_backbone_does_not_take_leaves_the_session_as_it_was(loaded):
     assert len(session.ids) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_names_videos_in_json(loaded, tmp_path):
     """A folder of frames with their rate, beside an image; the answer is that of the whole prompt."""
     from PIL import Image

@@ -18,14 +18,14 @@ from tests.models.compiled_memory import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prefills_of_a_7b_model_grow_linearly():
     sizes = [temporaries_here(prefill_program(tokens)) for tokens in (16384, 32768, 65536)]
     assert sizes[0] < 3
     assert all(larger < 2.1 * smaller for smaller, larger in itertools.pairwise(sizes)), sizes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chunks_bound_the_memory():
     found = temporaries_here(prefill_program(65536, 2048))
     assert found < 4
@@ -33,7 +33,7 @@ def test_chunks_bound_the_memory():
     assert temporaries_here(prefill_program(131072, 2048)) < 1.5 * found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_tower_over_12_megapixels(name):
     height, width = TWELVE_MEGAPIXELS
@@ -42,7 +42,7 @@ def test_a_tower_over_12_megapixels(name):
     assert large < 2.2 * small
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["prefill", "step"])
 def test_a_pool_is_read_and_written_where_it_lies(name):
     """Temporaries are those of the window's keys and of one layer's weights, and do not grow with the pool."""

@@ -26,7 +26,7 @@ MISSING = {
     "h200": importlib.util.find_spec("jax_cuda13_plugin") is None,
     "v5e": importlib.util.find_spec("libtpu") is None,
 }
-pytestmark = pytest.mark.aot
+pytestmark = pytest.mark.device
 devices = pytest.mark.parametrize(
     "device",
     [

@@ -72,7 +72,7 @@ def check_forward(found: dict[str, Any]) -> None:
         assert lies["shard"] == [*lies["shape"][:3], 1, lies["shape"][4]], call
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_repeated_kv_heads_give_one_devices_result(facts):
     found = facts["few"]
     check_forward(found)
@@ -82,7 +82,7 @@ def test_repeated_kv_heads_give_one_devices_result(facts):
     assert parameters["decoder.layers.attention.query.kernel"]["shard"] == [3, 64, 16]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_exchanges_two_sums_per_layer_and_nothing_of_a_pool(facts):
     """The scan's body is in the program once: a sum behind attention and one behind the MLP, of one token's width."""
     assert facts["collectives"] == [["all-reduce", 64], ["all-reduce", 64]]
@@ -110,7 +110,7 @@ def test_images_lie_over_the_devices_that_divide_neither_heads_nor_widths(facts)
     assert {"f32[2,4,4]", "f32[8,6]", "f32[4,27]"} <= set(both["shapes"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["few-whole", *LATER])
 def test_every_call_and_tower_over_devices_gives_one_devices_result(slow_facts, name):
     check_forward(slow_facts[name])
@@ -118,7 +118,7 @@ def test_every_call_and_tower_over_devices_gives_one_devices_result(slow_facts, 
         assert {"recompute", "generate"} <= slow_facts[name]["errors"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_a_session_over_devices_answers_as_on_one(slow_facts, family):
     """Adding, sliding, recalling, and a patched chunk spliced; each device has its KV head's half of the pool."""

@@ -44,7 +44,7 @@ def chunk_of(backbone) -> kvp.Chunk:
 # ------------------------------------------------------------------------------------------------------------ frames
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_phase_free_kv_is_refused_as_a_context(backbone, prefilled):
     tokens, out, engine = prefilled
     rest = tokens.shift(T)
@@ -119,7 +119,7 @@ def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
         backbone.prefill(one, two)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
     two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), prefilled[2])
     rows = tokens_of(backbone, 2, T)

@@ -20,11 +20,11 @@ from tests.goldens.load import (
     write_chatting,
     write_checkpoint,
 )
-from tests.tolerances import assert_close_to_largest
+from tests.shared.tolerances import assert_close_to_largest
 
 close = functools.partial(assert_close_to_largest, bar=2e-5)
 BOTH = pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni"])
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.nightly
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -59,7 +59,7 @@ def released(family, directory):
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @BOTH
 def test_a_full_release_is_its_thinker(family, tiny, tmp_path):
     """Nested configuration, `thinker.` before the names, a talker beside it: the same model, written as a thinker."""
@@ -106,7 +106,7 @@ def tone(seconds, name=0):
     return (0.3 * np.sin(2 * np.pi * (300 + 50 * name) * times)).astype(np.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chunks_placed_one_behind_the_other_have_the_positions_of_the_whole(tiny):
     """A prompt cut into chunks: each behind the last position of the one before, which may be no whole number."""
     backbone = tiny("qwen3_omni")
@@ -187,7 +187,7 @@ def conversation(family, tmp_path, **options):
     return load(directory, angles="float32"), messages, gold, said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @BOTH
 def test_a_conversation_with_everything_is_transformers(family, tmp_path):
     """The rendered text, the ids with sound among frames, pixels and positions equal; log-mel features within 2e-5."""

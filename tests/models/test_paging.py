@@ -16,8 +16,8 @@ from kvpatch_jax.errors import (
     PoolError,
 )
 from kvpatch_jax.models import Buckets, load
-from tests.compilations import compilations
 from tests.goldens.load import write_checkpoint
+from tests.shared.compilations import compilations
 
 FAMILIES = {
     "qwen3_window": "grouped heads, layers that slide among layers that do not",
@@ -44,7 +44,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=() if name == DEFAULT else pytest.mark.slow) for name in FAMILIES]
+    scope="module",
+    params=[pytest.param(x, marks=() if x == DEFAULT else pytest.mark.nightly) for x in FAMILIES],
 )
 def backbone(request, folder):
     return backbone_of(request.param, folder)
@@ -104,7 +105,7 @@ def bits(value):
     return np.asarray(value).view(f"uint{8 * value.dtype.itemsize}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prefill_behind_pages(backbone):
     case = PagingCase(backbone)
     expected = backbone.prefill(case.rest, case.context, logits="all")
@@ -114,7 +115,7 @@ def test_a_prefill_behind_pages(backbone):
         close(found.kv[name], expected.kv[name])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_write_into_the_pool_in_place(backbone):
     """Two calls: all tokens but one, and that one; the second reads what the first wrote, in pages it did not have."""
     case = PagingCase(backbone)
@@ -136,7 +137,7 @@ def test_steps_write_into_the_pool_in_place(backbone):
         backbone.prefill(case.rest, paged)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generating_behind_pages_equals_a_contiguous_context(backbone):
     case = PagingCase(backbone)
     expected = backbone.generate(case.rest, 6, case.context, stop=())
@@ -147,7 +148,7 @@ def test_generating_behind_pages_equals_a_contiguous_context(backbone):
     assert not any(value.is_deleted() for value in paged.pool.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_tables_slots_and_contents_compile_nothing(folder):
     backbone = backbone_of(DEFAULT, folder)
     case = PagingCase(backbone)
@@ -180,7 +181,7 @@ def test_a_growing_window_falls_into_few_sizes():
     assert Paged.of(pool, np.arange(700), None).table.shape == (1, 44)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("page_size", "padded"), [(1, False), (64, True)])
 def test_pages_of_every_size(backbone, page_size, padded):
     """Slots at random, a stretch that both rows share, lanes padded as TPUs have them."""
@@ -197,7 +198,7 @@ def test_pages_of_every_size(backbone, page_size, padded):
             assert not np.asarray(rows[..., channel.width :]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
     case = PagingCase(backbone)
     name = next(name for name in FAMILIES if backbone_of(name, folder) is backbone)
@@ -221,7 +222,7 @@ def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
         close(found.logits, backbone.prefill(case.rest, case.context, side, logits="all").logits)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputing_in_pages_equals_a_contiguous_cache(backbone):
     """Some tokens of the context again, nested sets of them per layer: as side by side, and the others bit-equal."""
     case = PagingCase(backbone)
@@ -241,7 +242,7 @@ def test_recomputing_in_pages_equals_a_contiguous_cache(backbone):
     assert np.array_equal(found.cache.seen, case.paged().seen)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbone):
     """The lower layers, and from their residual the last one; what a call does not run keeps its KV."""
     case, top = PagingCase(backbone), backbone.layout.layers - 1
@@ -268,7 +269,7 @@ def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbon
         close(here[name], value)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_without_a_context_begin_at_position_0(folder):
     """Rows without a context beside rows with one: those begin at position 0."""
     backbone = backbone_of("qwen3", folder)
@@ -282,7 +283,7 @@ def test_rows_without_a_context_begin_at_position_0(folder):
     close(found.logits[1], behind.logits[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inside_a_program_of_the_callers(folder):
     backbone = backbone_of("qwen3", folder)
     case = PagingCase(backbone)

@@ -41,13 +41,13 @@ def check_equal(result: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------- on four devices
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES[:-1])
 def test_heads_latents_images_and_several_chunks_over_devices_answer_as_one_device(facts, case):
     check_equal(facts[case])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_chosen_tokens_change_and_all_of_them_are_a_prefill(facts):
     budgets = facts["budgets"]
     check_equal(budgets["nothing"])

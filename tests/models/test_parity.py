@@ -11,7 +11,7 @@ from kvpatch_jax.models import load
 from tests.goldens.load import drawn_inputs, golden_arrays, golden_config, write_checkpoint
 from tests.goldens.redraw import digest
 from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
-from tests.tolerances import assert_close_to_largest
+from tests.shared.tolerances import assert_close_to_largest
 
 BAR = 2e-5
 # Linear attention adds to its state and takes from it in float32, and a norm divides by what is left: transformers' own
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("highest_precision")
 def cases() -> list:
     rows = [(family, case) for family, row in FAMILIES.items() for case in row.cases]
     fast = {family: list(FAMILIES[family].cases)[:2][-1] for family in DEFAULT}
-    return [pytest.param(*row, marks=() if row in fast.items() else pytest.mark.slow, id="-".join(row)) for row in rows]
+    return [
+        pytest.param(*row, marks=() if row in fast.items() else pytest.mark.nightly, id="-".join(row)) for row in rows
+    ]
 
 
 def cached_of(arrays, layout, channel):

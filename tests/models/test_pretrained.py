@@ -12,7 +12,7 @@ import pytest
 from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.models.checkpoints import GgufFile
 
-pytestmark = pytest.mark.pretrained
+pytestmark = pytest.mark.nightly
 GOLDEN = Path(__file__).parents[1] / "goldens" / "smollm2.npz"
 
 

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from evals.real_weights import weights_file
 from kvpatch_jax.models import ModelBackbone, load
 
-pytestmark = pytest.mark.pretrained
+pytestmark = pytest.mark.nightly
 HEADS, HEAD, WINDOW, EPSILON = 4, 256, 512, 1e-6
 
 

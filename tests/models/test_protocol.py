@@ -20,13 +20,13 @@ from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.models import ModelBackbone, load, save
 from kvpatch_jax.models.checkpoints import flatten_params
 from kvpatch_jax.models.decoding.generation import pad_rows
-from tests.compilations import compilations
 from tests.goldens.load import golden_config, write_checkpoint
 from tests.goldens.table import FAMILIES
 from tests.models.conftest import REGIMES
+from tests.shared.compilations import compilations
 
 BAR = 1e-5
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.nightly
 LIMITS = {"phi3_short": 32, "llama_dynamic": 14}
 """Positions from here on belong to another regime."""
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")

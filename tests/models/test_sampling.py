@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import Sampling
 from kvpatch_jax.models.decoding.sampling import REFUSED, choose, draw_of, kept
-from tests.compilations import compilations
+from tests.shared.compilations import compilations
 
 V, ROWS = 12, 5
 GREEDY = Sampling()
@@ -40,7 +40,6 @@ def shares(logits, sampling: Sampling) -> np.ndarray:
     return weights / weights.sum()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     logits=st.lists(st.integers(-12, 12), min_size=V, max_size=V),
     top_p=st.sampled_from([1e-6, 0.1, 0.33, 0.5, 0.9, 0.99, 1.0]),

@@ -204,7 +204,7 @@ def test_forward_over_devices_equals_one_device(facts):
     check_forward("gqa", facts["gqa"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["own_mesh", "own_mesh_set"])
 def test_a_mesh_of_the_users_own_is_taken_as_it_is(whole_facts, name):
     found = whole_facts[name]
@@ -213,7 +213,7 @@ def test_a_mesh_of_the_users_own_is_taken_as_it_is(whole_facts, name):
     assert max(found["errors"].values()) <= BAR, found["errors"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_linear_attention_over_devices_equals_one_device(whole_facts):
     """States and maps lie over their heads, the convolution's tail whole on each device."""
     facts = whole_facts["hybrid"]
@@ -224,7 +224,7 @@ def test_linear_attention_over_devices_equals_one_device(whole_facts):
         assert lies["shape"][3] == lies["shard"][3] * (1 if call.endswith("tail") else 2), call
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_call_over_devices_equals_one_device(whole_facts, name):
     check_forward(name, whole_facts[name])

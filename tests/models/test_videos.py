@@ -31,7 +31,7 @@ from kvpatch_jax.models.inputs.videos import (
 )
 from tests.goldens.load import GOLDENS, golden_chat, write_chatting, write_checkpoint
 from tests.goldens.redraw import draw_frames
-from tests.tolerances import assert_close_to_largest
+from tests.shared.tolerances import assert_close_to_largest
 
 BAR = 2e-4
 close = functools.partial(assert_close_to_largest, bar=BAR)
@@ -126,7 +126,7 @@ def test_the_video_rule_is_part_of_the_fingerprint_and_of_qwen2_5_vl_alone(check
         load(checkpoint("qwen3_vl"), video_rule="max")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["kimi_vl"])
 def test_padding_to_buckets_changes_no_number(checkpoint, family):
     plain, padded = load(checkpoint(family)), load(checkpoint(family), buckets=Buckets(64, 2))
@@ -136,7 +136,7 @@ def test_padding_to_buckets_changes_no_number(checkpoint, family):
     assert np.array_equal(plain.embed(**prompt, features=features).embeddings, plain.embed(**prompt).embeddings)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", NAMES)
 def test_images_and_videos_may_stand_in_any_order(checkpoint, family):
     """Features in the order of the placeholders: each as of its own prompt, whatever stands beside it."""
@@ -325,7 +325,7 @@ def test_texts_of_times_and_numbers():
 # ------------------------------------------------------------------------------------------------------ moving a video
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "kimi_vl"])
 def test_relocating_a_video_is_exact(checkpoint, family):
     """Forwards at p and at p + δ have the same phase-free KV (1e-5 of the largest), whether the axes move alike or by
@@ -362,7 +362,7 @@ def test_another_rate_is_another_geometry(checkpoint):
     assert np.abs(np.asarray(kv[0]["k"][-1] - kv[1]["k"][-1])).max() > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", ["max", "hf5"])
 def test_chunks_of_a_clip_have_the_positions_of_the_whole(checkpoint, rule):
     """A text, a clip and a text against positions by hand, by either rule; the clip's chunk against the whole."""
@@ -389,7 +389,7 @@ def test_chunks_of_a_clip_have_the_positions_of_the_whole(checkpoint, rule):
     assert Entry.of_tokens("clip", tokens, kind="chunk").span == chunk.span
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", ["max", "hf5"])
 def test_an_answer_goes_on_behind_a_video(checkpoint, rule):
     """The first token that is made stands where a text would, by either rule: as of the prompt with that token."""

@@ -5,7 +5,7 @@ import numpy as np
 
 from pallas_kernels import Codes
 from pallas_kernels.shapes import ChunkShape
-from tests.arrays import placed
+from tests.shared.arrays import placed
 
 GQA = ChunkShape("gqa", 2, 12, 2, 16, 16, 4)
 SHAPES = (

@@ -16,7 +16,7 @@ from pallas_kernels import (
     targeting,
 )
 from pallas_kernels.block_product import what_runs
-from tests.arrays import placed
+from tests.shared.arrays import placed
 
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 MATRICES, DEPTH, WIDTH, ROWS, BLOCKS = 5, 128, 192, 64, 3
@@ -64,7 +64,7 @@ def test_blocks_behind_the_last_are_not_looked_at():
     rounded_once(found[:ROWS], exact(x[:ROWS], stack, [2]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_has_the_references_derivatives():
     x, stack = drawn()
     which, used = placed([1, 3, 1], jnp.int32), jnp.int32(BLOCKS)

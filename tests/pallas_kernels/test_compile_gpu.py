@@ -17,7 +17,7 @@ from pallas_kernels import factorise, rotate_patch, splice
 from pallas_kernels.shapes import LARGE_MATRICES, PRODUCTION, ChunkShape, arguments_of
 
 pytestmark = [
-    pytest.mark.aot,
+    pytest.mark.device,
     pytest.mark.skipif(
         importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax's CUDA plugin is not installed"
     ),

@@ -18,7 +18,7 @@ from pallas_kernels import rotate_patch, splice
 from pallas_kernels.shapes import PRODUCTION, ChunkShape, arguments_of
 
 pytestmark = [
-    pytest.mark.aot,
+    pytest.mark.device,
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
 ]
 

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import KernelError, KernelUnavailableError, factorise
 from pallas_kernels.factorise import merge
 from pallas_kernels.shapes import MATRICES, MatrixShape
-from tests.arrays import placed
+from tests.shared.arrays import placed
+from tests.shared.examples import examples
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,9 +92,9 @@ def test_ranks_and_methods_that_do_not_exist_are_refused(unchecked):
 
 
 # Any key, of few shapes: every shape is compiled anew, and two of them draw from the same programs.
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(padding=st.sampled_from([1, 8]), seed=st.integers(0, 2**32 - 1), rank=st.sampled_from([1, 5]))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_padding_and_repetition_change_nothing_for_any_key(padding: int, seed: int, rank: int):
     a = matrix(MATRICES[0])
     padded = jnp.pad(a, ((0, 0), (0, padding), (0, 0)))

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import KernelError, factorise, targeting
 from pallas_kernels.factorise import reference
-from tests.arrays import placed
+from tests.shared.arrays import placed
 
 SPECTRA = {
     "σ₁ = 1e3": np.r_[1e3, np.exp(-np.arange(1, 128) / 40)],
@@ -35,8 +35,10 @@ def residual_over_optimal(matrix: np.ndarray, rank: int, **how) -> float:
     return float(np.linalg.norm(left) / np.linalg.norm(singular[rank:]))
 
 
-@pytest.mark.parametrize("orthonormal", ["qr", pytest.param("cholesky", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shape", [(320, 128), pytest.param((128, 320), marks=pytest.mark.slow)], ids=["tall", "wide"])
+@pytest.mark.parametrize("orthonormal", ["qr", pytest.param("cholesky", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "shape", [(320, 128), pytest.param((128, 320), marks=pytest.mark.nightly)], ids=["tall", "wide"]
+)
 @pytest.mark.parametrize("name", SPECTRA)
 def test_steep_spectra_are_factorised_as_well_as_flat_ones(name: str, shape: tuple[int, int], orthonormal: str):
     matrix = drawn(SPECTRA[name], *shape)
@@ -96,10 +98,10 @@ def slope_of_the_product(value, weights, method: str):
 
 
 @pytest.mark.parametrize("method", ["exact", "randomised"])
-@pytest.mark.parametrize("shape", [(20, 12), pytest.param((12, 20), marks=pytest.mark.slow)], ids=["tall", "wide"])
+@pytest.mark.parametrize("shape", [(20, 12), pytest.param((12, 20), marks=pytest.mark.nightly)], ids=["tall", "wide"])
 @pytest.mark.parametrize(
     "decay",
-    [0.5, *(pytest.param(decay, marks=pytest.mark.slow) for decay in (0.7, None))],
+    [0.5, *(pytest.param(decay, marks=pytest.mark.nightly) for decay in (0.7, None))],
     ids=["steep", "flat", "low rank"],
 )
 def test_gradient_is_that_of_the_best_factors(shape: tuple[int, int], decay: float | None, method: str):
@@ -132,7 +134,7 @@ def mapped_slopes(values, weights, method: str):
     return jax.vmap(lambda value: slope_of_both(value, weights, method))(values)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("rows", "method"), [(0, "randomised"), (3, "exact"), (20, "randomised")])
 def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int, method: str):
     matrix = drawn(SPECTRA["slow"][:12], 24, 12)

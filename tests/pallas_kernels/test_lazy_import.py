@@ -44,7 +44,7 @@ def test_neither_the_import_nor_the_xla_path_imports_pallas():
     run(BEFORE + XLA)
 
 
-@pytest.mark.parametrize("platform", [pytest.param("gpu", marks=pytest.mark.slow), "tpu"])
+@pytest.mark.parametrize("platform", [pytest.param("gpu", marks=pytest.mark.nightly), "tpu"])
 def test_a_kernel_that_is_asked_for_is_imported(platform: str):
     # It takes no arrays so narrow, which it has to be imported to say.
     run(BEFORE + KERNEL.format(platform=platform))

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chunks import GQA, SHAPES, arrays, expected
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import Codes, KernelError, KernelUnavailableError, rotate_patch
 from pallas_kernels.shapes import ChunkShape
-from tests.arrays import placed
+from tests.shared.arrays import placed
+from tests.shared.examples import examples
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -26,7 +27,7 @@ def test_agrees_with_float64(shape: ChunkShape):
     layout=st.sampled_from(["half", "pairs"]),
     share=st.floats(0, 1),
 )
-@settings(max_examples=6, deadline=None)
+@examples(6)
 def test_any_tokens_rank_and_length_agree_with_float64_and_layers_with_their_batch(tokens, heads, rank, layout, share):
     shape = ChunkShape("drawn", 2, tokens, heads, 12, 8, rank, layout)
     chunk, length = arrays(shape), round(share * tokens)
@@ -47,7 +48,7 @@ ANGLES = st.floats(-100, 100, width=32)
 
 
 @given(a=ANGLES, b=ANGLES, seed=st.integers(0, 2**16), layout=st.sampled_from(["half", "pairs"]))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_turning_twice_is_turning_by_the_sum_and_by_nothing_is_nothing(a, b, seed, layout):
     rng = np.random.default_rng(seed)
     x = placed(rng.standard_normal((2, 9, 2, 16)), jnp.float32)
@@ -58,7 +59,7 @@ def test_turning_twice_is_turning_by_the_sum_and_by_nothing_is_nothing(a, b, see
 
 
 @given(a=ANGLES, seed=st.integers(0, 2**16))
-@settings(max_examples=6, deadline=None)
+@examples(6)
 def test_frames_invert_within_one_rounding_each_way(a: float, seed: int):
     x = placed(np.random.default_rng(seed).standard_normal((1, 7, 1, 16)), jnp.bfloat16)
     cos, sin = tables(np.full((7, 8), a))

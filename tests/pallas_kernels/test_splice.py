@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chunks import GQA, SHAPES, arrays
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import KernelError, KernelUnavailableError, rotate_patch, splice
 from pallas_kernels.shapes import ChunkShape
-from tests.arrays import placed
-from tests.compilations import compilations
+from tests.shared.arrays import placed
+from tests.shared.compilations import compilations
+from tests.shared.examples import examples
 
 PAGES, PAGE_SIZE, TOTAL = 5, 4, 20
 
@@ -80,7 +81,6 @@ def test_rank_zero_of_a_plain_channel_is_a_copy():
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
 def test_order_of_slots_does_not_matter(data):
     shape = GQA
     tokens = shape.tokens
@@ -99,7 +99,7 @@ def test_order_of_slots_does_not_matter(data):
 
 
 @given(length=st.integers(0, 12), traced=st.booleans())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_padding_is_written_nowhere(length: int, traced: bool):
     shape = GQA
     chunk, slots = arrays(shape), slots_of(shape)

@@ -19,7 +19,7 @@ from pallas_kernels import KernelUnavailableError, rotate_patch, splice, targeti
 from pallas_kernels._operands import Codes
 from pallas_kernels.rotate_patch import tpu
 from pallas_kernels.shapes import SMALL, ChunkShape, arguments_of, draw
-from tests.arrays import placed
+from tests.shared.arrays import placed
 
 RACES = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 SPEC = jax.ShapeDtypeStruct
@@ -30,7 +30,7 @@ QUICK = ("gqa", "rope_key_pairs", "partial", "keys_4_bits", "latent_4_bits")
 
 def cases(names, quick):
     return pytest.mark.parametrize(
-        "name", [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+        "name", [name if name in quick else pytest.param(name, marks=pytest.mark.nightly) for name in names]
     )
 
 

@@ -1,8 +1,64 @@
-"""The rig's option."""
+"""Both sides of a connector, and the connector in an engine, as every test here opens them."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from serving_hooks import engine_of, imported_connector
+from serving_sides import sides_of
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --work: a folder of scenarios, in which those that have run are not run again."""
-    parser.addoption("--work", help="folder of the scenarios; those whose results are in it are not run again")
+@pytest.fixture
+def sides(tmp_path):
+    with sides_of(tmp_path) as sides:
+        yield sides
+
+
+@pytest.fixture(scope="module")
+def connector():
+    with imported_connector() as module:
+        yield module
+
+
+@pytest.fixture
+def engine(connector, tmp_path):
+    """An engine that publishes events, with two canonicals stored."""
+    with engine_of(connector, tmp_path, events=SimpleNamespace(enable_kv_cache_events=True)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """Lets a method of a class wait for an event, which is returned; `event.threads` are those that have come to it."""
+    events = []
+
+    def hang(kind, name):
+        method = getattr(kind, name)
+        event: Any = threading.Event()
+        event.threads = set()
+        events.append(event)
+
+        def waiting(*args, **options):
+            event.threads.add(threading.get_ident())
+            assert event.wait(60)
+            return method(*args, **options)
+
+        monkeypatch.setattr(kind, name, waiting)
+        return event
+
+    yield hang
+    for event in events:
+        event.set()
+
+
+@pytest.fixture
+def wait_until():
+    def wait_until(condition):
+        deadline = time.perf_counter() + 60
+        while not condition():
+            assert time.perf_counter() < deadline
+            time.sleep(0.001)
+
+    return wait_until

@@ -337,7 +337,7 @@ def _check_async(policy: str) -> None:
             "kv_load_failure_policy: got 'recompute' with async scheduling, under which tpu-inference 0.32 answers "
             "incorrectly; expected 'fail', or --no-async-scheduling"
         )
-    # Measured without a connector too: `tests/serving`, scenario "preempted".
+    # Measured without a connector too: `tests/engine`, scenario "preempted".
     logger.warning(
         "kvpatch: under async scheduling tpu-inference 0.32 loses the last token of a request that it preempts, with "
         "or without this connector; if the pool may run out of blocks, use --no-async-scheduling"

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.models import Buckets, load
-from tests.models.conftest import highest_precision as highest_precision
 
 
 @pytest.fixture(scope="session")

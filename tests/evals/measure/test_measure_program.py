@@ -20,7 +20,7 @@ def request(model, data, **changes):
     return job.Request(**{"model": str(model), "data": str(data), "methods": ARMS, "answer_tokens": 3, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("highest_precision")
 def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(checkpoint, data, tmp_path):
     """Also after a part's line was cut off in the middle; and a broken image is a line, the rest goes on."""
@@ -54,7 +54,7 @@ def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(checkpoint, d
     assert {row["n"] for row in results["rows"] if row["metric"] == "kl.all"} == {8}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -73,7 +73,7 @@ def test_a_wrong_command_ends_with_one_line_and_writes_nothing(checkpoint, data,
     assert not list(tmp_path.glob("out/*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_data_and_models_that_do_not_fit_are_refused(checkpoint, data, tmp_path):
     (tmp_path / "bare").mkdir()
     for file in checkpoint("qwen2_5_vl").iterdir():
@@ -88,7 +88,7 @@ def test_data_and_models_that_do_not_fit_are_refused(checkpoint, data, tmp_path)
     assert "⛵" in record["refused"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_item_that_the_model_is_too_short_for_is_left_out(checkpoint, data):
     planned = job.plan(request(checkpoint("qwen2_5_vl"), data, max_tokens=70, arms=["blind"], limit=1))
     assert ["expected at most 70" in record["refused"] for record in planned.parts[0].measure()] == [True]

@@ -10,7 +10,7 @@ from evals.measure.items import Item, Piece
 from evals.measure.measured import AnswerReader, Setup, serve
 from kvpatch_jax import Text
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("highest_precision")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("highest_precision")]
 QUESTION = "What is in it?"
 
 

@@ -44,7 +44,7 @@ def whole(backbone, messages) -> tuple[int, ...]:
     return tuple(int(token) for token in backbone.generate(tokens, STEPS)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
     chat = ReusedChat(backbone, approximate=False)
     first, second = picture(1), picture(2)
@@ -55,7 +55,7 @@ def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
     chat.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_served_without_a_forward(backbone, tmp_path):
     first, second, third = picture(1), picture(2), picture(3)
     orders, prefilled = [(first, second, third), (third, first, second)] * 2, {}
@@ -142,7 +142,7 @@ def lmms_eval(monkeypatch):
     sys.modules.pop("evals.plugins.lmms.models.kvpatch", None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, checkpoint, backbone, tmp_path):
     image_module = pytest.importorskip("PIL.Image")
     arguments = f"pretrained={checkpoint('qwen2_5_vl')},store={tmp_path / 'chunks'},dtype=float32,approximate=False"

@@ -1,0 +1,276 @@
+"""Packed arrays: half a step everywhere, bytes as counted, operators equal to those on decoded arrays."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpatch_jax as kvp
+from kvpatch_jax import pool
+from kvpatch_jax.cache import check_factors
+from kvpatch_jax.core import KVEncoding, PackedArray, RaggedFactors, ops, pack, packed_bytes, unpack
+from kvpatch_jax.core.few_bits import resize
+from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, ShapeError
+from tests.shared.examples import examples
+from tests.shared.operator_cases import chunk_of, conditioned_of
+
+A = ("A1", "A2")
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+def decoded_in_numpy(packed: PackedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Decodes in float64 by another way than the library: bit by bit. Returns the numbers, and each one's step."""
+    columns, widths = packed.columns, []
+    left = packed.bits
+    for width in (8, 4, 2, 1):
+        if left >= width:
+            widths.append(width)
+            left -= width
+    rows = packed.planes[0].shape[-2]
+    codes = np.zeros((*packed.planes[0].shape[:-1], columns), np.int64)
+    above = packed.bits
+    for width, plane in zip(widths, packed.planes, strict=True):
+        above -= width
+        plane = np.asarray(plane)
+        for column in range(columns):
+            byte, place = column % plane.shape[-1], column // plane.shape[-1]
+            codes[..., column] |= ((plane[..., byte] >> (width * place)) & (2**width - 1)).astype(np.int64) << above
+    step = np.asarray(packed.scale, np.float64)
+    least = None if packed.least is None else np.asarray(packed.least, np.float64)
+    number = np.arange(rows if packed.axis == -2 else columns) // packed.group
+    step = np.take(step, number, packed.axis)
+    if least is None:
+        value = (codes - 2 ** (packed.bits - 1)) * step
+    else:
+        value = codes * step + np.take(least, number, packed.axis)
+    return value, step
+
+
+@st.composite
+def matrices(draw):
+    # Few shapes, because each is compiled.
+    rows, columns = draw(st.sampled_from([(1, 1), (37, 51), (70, 8)]))
+    seed, kind = draw(st.integers(0, 2**31)), draw(st.sampled_from(["normal", "outliers", "constant", "tiny", "huge"]))
+    rng = np.random.default_rng(seed)
+    value = rng.normal(size=(2, rows, columns))
+    if kind == "outliers":
+        value[rng.random(value.shape) < 0.05] *= 1e4
+        value += 300 * rng.normal(size=columns)
+    if kind == "constant":
+        value = np.full(value.shape, rng.normal())
+    value = value * {"tiny": 1e-39, "huge": 1e36}.get(kind, 1.0)
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"]))
+    bound = float(jnp.finfo(dtype).max)
+    return np.asarray(jnp.asarray(np.clip(value, -bound, bound).astype(np.float32)).astype(dtype))
+
+
+@given(
+    matrices(),
+    st.sampled_from([1, 3, 4, 6, 8]),
+    st.sampled_from([None, 1, 32]),
+    st.sampled_from([-1, -2]),
+    st.booleans(),
+)
+@examples(12)
+def test_decoded_numbers_are_within_half_a_step(value, bits, group, axis, symmetric):
+    bits = max(bits, 2) if symmetric else bits
+    packed = pack(value, bits, group, axis, symmetric=symmetric)
+    oracle, step = decoded_in_numpy(packed)
+    exact = np.asarray(value, np.float64)
+    # Subnormal numbers may be flushed. The quotient is rounded in float32, an ulp of the largest number in the group.
+    slack = SMALLEST * 2**bits + np.abs(exact).max() * 2.0**-21
+    assert (np.abs(oracle - exact) <= step / 2 + slack).all()
+    assert np.isfinite(np.asarray(packed, np.float64)).all()
+    found = np.asarray(unpack(packed, jnp.float32), np.float64)
+    np.testing.assert_allclose(found, oracle, rtol=0, atol=np.abs(oracle).max() * 2.0**-21 + SMALLEST * 2**bits)
+    assert packed.nbytes == 2 * packed_bytes(*value.shape[1:], bits, group, axis, symmetric=symmetric)
+    assert packed.shape == value.shape
+    assert packed.dtype == value.dtype
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+def test_padding_takes_no_part_in_a_group(bits):
+    rng = np.random.default_rng(bits)
+    value = rng.normal(size=(2, 40, 3, 8)).astype(np.float32) + 5
+    padded = np.concatenate([value, np.full((2, 24, 3, 8), 1e6, np.float32)], axis=1)
+    for axis in (-1, -2):
+        own = np.asarray(pack(value, bits, 32, axis, heads=True))
+        behind = np.asarray(pack(padded, bits, 32, axis, heads=True, length=40))
+        np.testing.assert_array_equal(behind[:, :40], own)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("bits", [2, 5, 7])
+def test_resizing_keeps_every_code(bits, axis):
+    value = np.random.default_rng(0).normal(size=(3, 40, 24)).astype(np.float32)
+    packed = pack(value, bits, 16, axis, symmetric=True)
+    whole = np.asarray(packed)
+    for along, size in ((-1, 7), (-1, 40), (-2, 17), (-2, 64)):
+        found = np.asarray(resize(packed, along, size))
+        kept = min(size, value.shape[along])
+        np.testing.assert_array_equal(found.take(range(kept), along), whole.take(range(kept), along))
+        assert not found.take(range(kept, size), along).any()
+
+
+def test_words_of_encodings(unchecked):
+    for word in ("k4v4g32", "k8v3g64", "k2v6gall", "k16v4g32tokens"):
+        assert str(KVEncoding.of(word)) == word
+    assert KVEncoding.of("k4v2") == KVEncoding(4, 2)
+    assert KVEncoding.of_bits(3) == KVEncoding.of("k3v3gallfeature")
+    for wrong in ("k9v4", "int8", "", 4, "k4v4g0", "k4v4g123456"):
+        with pytest.raises(InputError, match="encoding"):
+            KVEncoding.of(wrong)
+    for keys, group in ((0, 32), (9, 32), (4.0, 32), (4, 0), (True, 32)):
+        with pytest.raises(InputError, match="encoding"):
+            KVEncoding(keys, 4, group)
+
+
+def test_bad_arguments_are_refused(unchecked):
+    value = np.ones((4, 8), np.float32)
+    for arguments in ({"bits": 9}, {"bits": 1, "symmetric": True}, {"bits": 4, "axis": 0}, {"bits": 4, "group": 0}):
+        with pytest.raises(InputError, match="pack"):
+            pack(value, **arguments)
+    with pytest.raises(ShapeError):
+        pack(value, 4, heads=True)
+    with pytest.raises(InputError, match="encoded"):
+        kvp.encode_chunk(kvp.encode_chunk(chunk_of("gqa"), "k4v4"), "k4v4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "factors"),
+    [
+        ("gqa", "float32"),
+        ("mla", "int4"),
+        *(pytest.param("interleaved", word, marks=pytest.mark.nightly) for word in ("int8", "int3gall")),
+    ],
+)
+def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
+    chunk = kvp.encode_chunk(chunk_of(kind), "k4v6g8")
+    plain = kvp.cache.decode_chunk(chunk)
+    assert chunk.content == plain.content == chunk_of(kind).content
+    assert chunk.nbytes < plain.nbytes / 3
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype=factors)
+    assert patch.metadata.chunk.encoding == "k4v6g8"
+    for served in (None, patch):
+        found, wanted = (dict(kvp.apply_patch(own, served, 1000, A)) for own in (chunk, plain))
+        for name in wanted:
+            assert found[name].dtype == wanted[name].dtype
+            np.testing.assert_allclose(found[name], wanted[name], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["gqa", pytest.param("mla", marks=pytest.mark.nightly)])
+def test_an_encoded_chunk_is_spliced_as_it_is_applied(kind):
+    chunk = kvp.encode_chunk(chunk_of(kind), "k4v4")
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype="int4")
+    placed = kvp.Placed(chunk, patch, 77, A)
+    applied, dtype = dict(placed.apply()), next(iter(chunk.kv.values())).dtype
+    for padded in (False, True):
+        slots = np.random.default_rng(1).permutation(64)[: chunk.tokens].astype(np.int32)
+        made = pool.splice(pool.make_pool(chunk.layout, 8, 8, dtype, padded=padded), slots, placed)
+        for name, value in applied.items():
+            flat = np.asarray(made[name]).reshape(value.shape[0], 64, value.shape[2], -1)
+            own = flat[:, slots[: chunk.length], :, : value.shape[-1]]
+            np.testing.assert_array_equal(own, np.asarray(value)[:, : chunk.length])
+            rest = np.delete(flat, slots[: chunk.length], axis=1)
+            assert not rest.any()
+            assert not flat[..., value.shape[-1] :].any()
+
+
+def test_another_encoding_is_another_base():
+    chunk = chunk_of("gqa")
+    first, second = kvp.encode_chunk(chunk, "k4v4"), kvp.encode_chunk(chunk, "k8v8")
+    patch = kvp.form_patch(first, conditioned_of(first), 4, A)
+    assert np.asarray(kvp.apply_patch(first, patch, 3, A)["k"]).any()
+    for other in (chunk, second):
+        with pytest.raises(PatchMismatchError, match="encoding"):
+            kvp.Placed(other, patch, 3, A)
+    with pytest.raises(PatchMismatchError, match="k4v4g32"):
+        kvp.Placed(first, kvp.form_patch(chunk, conditioned_of(chunk), 4, A), 3, A)
+
+
+def test_a_damaged_scale_is_caught(unchecked):
+    chunk = kvp.encode_chunk(chunk_of("gqa"), "k4v4")
+    broken = dataclasses.replace(chunk.kv["k"], scale=chunk.kv["k"].scale.at[0, 0, 0].set(jnp.nan))
+    fields = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(kvp.Chunk)}
+    with pytest.raises(NotFiniteError, match="'k'"):
+        kvp.Chunk(**fields | {"kv": {**chunk.kv, "k": broken}})
+    with pytest.raises(InputError, match="packed"):
+        kvp.Chunk(**fields | {"encoding": None})
+    with pytest.raises(InputError, match="packed"):
+        kvp.Chunk(**fields | {"kv": {**chunk.kv, "k": chunk_of("gqa").kv["k"]}})
+
+
+def test_ragged_factors_are_the_factors_of_each_layer():
+    chunk = chunk_of("gqa")
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 6, A, method="exact", dense=False)
+    ranks, factors, masked = (6, 2, 0), {}, {}
+    for name, (u, v) in patch.factors.items():
+        u, v = np.asarray(u), np.asarray(v)
+        rows = np.full((3, 6), 8, np.int32)
+        rows[0], rows[1, :2] = range(6), (6, 7)
+        packed_u = np.concatenate([u[layer, :, :rank].T for layer, rank in enumerate(ranks)])
+        packed_v = np.concatenate([v[layer, :rank] for layer, rank in enumerate(ranks)])
+        factors[name] = RaggedFactors(jnp.asarray(packed_u), jnp.asarray(packed_v), jnp.asarray(rows))
+        assert factors[name].ranks == ranks
+        keep = np.arange(6) < np.asarray(ranks)[:, None]
+        masked[name] = (jnp.asarray(u * keep[:, None]), jnp.asarray(v))
+    ragged, whole = kvp.Patch(factors, patch.metadata), kvp.Patch(masked, patch.metadata)
+    assert ragged.ranks == {"k": 6, "v": 6}
+    for first, second in ((ragged, whole), (kvp.truncate(ragged, 1), kvp.truncate(whole, 1))):
+        found, wanted = (kvp.apply_patch(chunk, own, 9, A) for own in (first, second))
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], atol=3e-6)
+    for layers in ((1,), (0, 2)):
+        found, wanted = (kvp.apply_patch(chunk, kvp.keep_layers(own, layers), 9, A) for own in (ragged, whole))
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], atol=3e-6)
+    few = kvp.quantise(ragged, "int4")
+    assert few.nbytes < ragged.nbytes / 3
+    wider = few.pad(chunk.tokens + 9)
+    np.testing.assert_array_equal(np.asarray(wider.factors["k"].u)[:, : chunk.tokens], np.asarray(few.factors["k"].u))
+    for name, change in (("u", factors["k"].u[:5]), ("rows", factors["k"].rows[:2]), ("v", factors["k"].v[:, :3])):
+        with pytest.raises(ShapeError, match=name if name != "u" else "u of"):
+            check_factors({**factors, "k": dataclasses.replace(factors["k"], **{name: change})}, patch.metadata)
+
+
+@pytest.mark.nightly
+def test_gradients_reach_scales_and_least_values():
+    chunk = kvp.encode_chunk(chunk_of("gqa"), "k4v4")
+
+    def loss(kv):
+        return sum(jnp.sum(value) for value in ops.apply(chunk.layout, kv, {}, chunk.local, jnp.int32(3)).values())
+
+    gradients = jax.grad(loss, allow_int=True)(dict(chunk.kv))
+    assert np.asarray(gradients["v"].scale, np.float32).any()
+    assert np.asarray(gradients["k"].least, np.float32).any()
+
+
+@pytest.mark.nightly
+def test_no_layer_but_one_is_unpacked_at_a_time():
+    rng = np.random.default_rng(0)
+    layout = kvp.KVLayout.gqa(16, 4, 64, kvp.Rope(1e4, 64))
+    kv = {name: jnp.asarray(rng.normal(size=(16, 128, 4, 64)), jnp.bfloat16) for name in "kv"}
+    chunk = kvp.Chunk(kv, np.arange(128, dtype=np.int32), 128, 128, "c", layout, chunk_of("gqa").backbone)
+    packed = kvp.encode_chunk(chunk, "k4v4")
+    compiled = ops.jitted_apply.lower(layout, dict(packed.kv), {}, chunk.local, jnp.int32(3)).compile()
+    memory = compiled.memory_analysis()
+    layer = 128 * 4 * 64 * 4
+    assert memory.temp_size_in_bytes <= 2 * layer
+    assert memory.argument_size_in_bytes <= 0.36 * chunk.nbytes
+
+
+def test_content_outlives_encoding_in_every_copy():
+    """A content computed of the KV as it was prefilled is not computed again of the decoded one."""
+    plain = chunk_of("gqa")
+    chunk = kvp.encode_chunk(plain, "k2v2")
+    for own in (chunk, kvp.cache.decode_chunk(chunk)):
+        assert dataclasses.replace(own).content == plain.content
+    assert dataclasses.replace(chunk, content=None).content != plain.content

@@ -1,0 +1,201 @@
+"""Layouts whose layers are of unlike kinds: what they are, how they turn, what is refused.
+
+The oracle of a rotation is complex multiplication in float64, layer by layer, written down here.
+"""
+# pyright: reportArgumentType=false
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, PatchMetadata, check_factors
+from kvpatch_jax.core import (
+    Channel,
+    KVEncoding,
+    KVLayout,
+    Rope,
+    Scaling,
+    check_uniform,
+    relocate,
+    to_engine,
+    to_phase_free,
+)
+from kvpatch_jax.errors import LayoutError, ShapeError
+from kvpatch_jax.patching import Basis, Placed, apply_patch, form_patch, keep_layers
+from kvpatch_jax.pool import RAGGED, make_pool, read_slots, rotate_slots, splice
+from kvpatch_jax.repair import METHODS
+from kvpatch_jax.segments import SegmentStore
+
+LAYERS, TOKENS, START = 5, 6, 31
+FULL, LOCAL = Rope(1e4, 8), Rope(30.0, 4, cached="pairs", width=6)
+CHANNELS = (
+    Channel("k", 1, 8, 8, layers=(1, 4)),
+    Channel("v", 1, 8, layers=(1, 4)),
+    Channel("k_local", 2, 6, 4, LOCAL, (0, 3)),
+    Channel("v_local", 2, 6, layers=(0, 3)),
+)
+"""Two kinds with unlike heads, widths and ropes; layer 2 keeps nothing (it reads another's)."""
+LAYOUT = KVLayout("gqa", LAYERS, CHANNELS, FULL)
+PLAIN = KVLayout.gqa(LAYERS, 2, 8, FULL)
+
+
+def drawn(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {c.name: (LAYOUT.depth(c.name), TOKENS, c.heads, c.width) for c in CHANNELS}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def chunk_of(seed: int = 0, layout: KVLayout = LAYOUT) -> Chunk:
+    return Chunk(drawn(seed), np.arange(TOKENS, dtype=np.float32), TOKENS, TOKENS, "page", layout, "backbone")
+
+
+def turned(value: np.ndarray, rope: Rope, positions: np.ndarray) -> np.ndarray:
+    """Keys [L,T,K,H] times e^(i·angle), pair by pair, in float64."""
+    angles = positions[:, None] * rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+    pairs = np.arange(rope.dim).reshape(-1, 2) if rope.cached == "pairs" else np.arange(rope.dim).reshape(2, -1).T
+    wide = value.astype(np.float64)
+    z = (wide[..., pairs[:, 0]] + 1j * wide[..., pairs[:, 1]]) * np.exp(1j * angles)[None, :, None]
+    wide[..., pairs[:, 0]], wide[..., pairs[:, 1]] = z.real, z.imag
+    return wide
+
+
+def expected(kv: dict[str, np.ndarray], start: int) -> dict[str, np.ndarray]:
+    ropes, positions = {"k": FULL, "k_local": LOCAL}, start + np.arange(TOKENS)
+    return {name: turned(kv[name], ropes[name], positions) if name in ropes else kv[name] for name in kv}
+
+
+def each_close(found, wanted, bar=2e-6):
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert np.abs(np.asarray(found[name]) - value).max() <= bar * np.abs(value).max(), name
+
+
+def test_a_layout_says_what_each_channel_keeps():
+    assert (LAYOUT.uniform, PLAIN.uniform) == (False, True)
+    assert LAYOUT.ropes == (FULL, LOCAL)
+    assert PLAIN.ropes == (FULL,)
+    assert [LAYOUT.layers_of(name) for name in LAYOUT.names] == [(1, 4), (1, 4), (0, 3), (0, 3)]
+    assert tuple(PLAIN.layers_of("v")) == tuple(range(LAYERS))
+    assert LAYOUT.rows_of("k_local", (1, 3, 4)) == (1,)
+    assert LAYOUT.numbers == 2 * (8 + 8) + 2 * (12 + 12)
+    assert LAYOUT.bytes_per_token("float32") == 4 * LAYOUT.numbers
+    assert KVEncoding.of("k8v8gall").nbytes(LAYOUT, TOKENS) < LAYOUT.numbers * TOKENS * 2
+    floats = LAYOUT.with_angles("float32")
+    assert {rope.angles for rope in floats.ropes} == {"float32"}
+    assert floats.with_angles("exact") == LAYOUT
+    assert LAYOUT.with_angles("exact") is LAYOUT
+
+
+@pytest.mark.parametrize(
+    ("channel", "message"),
+    [
+        (Channel("k", 1, 8, 8, FULL), "by another rope"),
+        (Channel("v", 1, 8, 0, LOCAL), "a channel that rotates"),
+        (Channel("k", 1, 8, 8, layers=(1, 5)), "expected some of 0 to 4"),
+        (Channel("k", 1, 8, 8, layers=(0, 1, 2, 3, 4)), "or None for all"),
+        (Channel("k", 1, 12, 12, Rope(1e4, 12, sections=(2, 2, 2))), "expected the axes of the layout's rope, None"),
+        (Channel("k", 1, 8, 8, Rope(1e4, 8, scaling=Scaling("dynamic", 2.0, 16, length=16))), "depend on no length"),
+        (Channel("k", 1, 6, 4), "expected the rope's 8 and 8"),
+    ],
+)
+def test_channels_that_do_not_fit_are_refused(channel, message):
+    with pytest.raises(LayoutError, match=message):
+        KVLayout("gqa", LAYERS, (channel,), FULL)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1,), (True,), (1.0,), [1], "12"])
+def test_layers_that_are_none_are_refused(layers):
+    with pytest.raises(LayoutError, match="layers"):
+        Channel("k", 1, 8, 8, layers=layers)
+    with pytest.raises(LayoutError, match="expected a Rope"):
+        Channel("k", 1, 8, 8, rope="local")
+
+
+def test_every_channel_turns_by_its_own_rope():
+    kv, local = drawn(), np.arange(TOKENS)
+    engine = to_engine(LAYOUT, kv, local, START)
+    each_close(engine, expected(kv, START))
+    each_close(to_phase_free(LAYOUT, engine, local, START), kv)
+    each_close(relocate(LAYOUT, engine, START, 7), expected(kv, 7))
+    with pytest.raises(ShapeError, match=r"expected \[2, ..., T, 1, 8\]"):
+        to_engine(LAYOUT, kv | {"k": np.zeros((5, TOKENS, 1, 8), np.float32)}, local, 0)
+
+
+@pytest.mark.nightly
+def test_a_pool_takes_turns_and_gives_back_each_channel():
+    chunk, slots = chunk_of(), np.array([9, 2, 3, 17, 4, 1], np.int32)
+    pool = make_pool(LAYOUT, 5, 4, "float32")
+    assert {name: value.shape[0] for name, value in pool.items()} == {"k": 2, "v": 2, "k_local": 2, "v_local": 2}
+    pool = splice(pool, slots, Placed(chunk, start=START))
+    each_close(read_slots(pool, slots, LAYOUT), expected(drawn(), START))
+    pool = rotate_slots(LAYOUT, pool, slots, 5)
+    each_close(read_slots(pool, slots, LAYOUT), expected(drawn(), START + 5))
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), pytest.param(None, marks=pytest.mark.nightly)])
+def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(layers):
+    """By rank less is left; in the layers outside nothing changes."""
+    base, target, chunk = drawn(), drawn(1), chunk_of()
+    left = []
+    for rank in (1, 2, 4, 6):
+        patch = form_patch(chunk, target, rank, (), layers=layers, method="exact", dense=False)
+        found = apply_patch(chunk, patch, START)
+        wanted, plain, error = expected(target, START), expected(base, START), 0.0
+        for name in found:
+            covered = np.isin(LAYOUT.layers_of(name), range(LAYERS) if layers is None else layers)
+            error += np.square(np.asarray(found[name])[covered] - wanted[name][covered]).sum()
+            assert np.abs(np.asarray(found[name])[~covered] - plain[name][~covered]).max(initial=0) <= 2e-6 * 4
+        left.append(error)
+    assert all(after < before for before, after in itertools.pairwise(left))
+    assert left[-1] <= 1e-9 * left[0]
+
+
+@pytest.mark.nightly
+def test_a_patch_of_some_layers_has_factors_of_the_channels_that_they_keep():
+    chunk, target = chunk_of(), drawn(1)
+    patch = form_patch(chunk, target, 2, (), method="exact", dense=False)
+    assert {name: np.shape(u)[0] for name, (u, _) in patch.factors.items()} == dict.fromkeys(LAYOUT.names, 2)
+    alone = form_patch(chunk, target, 2, (), layers=(0, 2), method="exact", dense=False)
+    assert {name: np.shape(u)[0] for name, (u, _) in alone.factors.items()} == {"k_local": 1, "v_local": 1}
+    kept = keep_layers(patch, (0, 2))
+    assert list(kept.factors) == list(alone.factors)
+    each_close(
+        apply_patch(chunk, kept, START),
+        {name: np.asarray(value) for name, value in apply_patch(chunk, alone, START).items()},
+    )
+    with pytest.raises(ShapeError, match=r"expected \[2, any, any\]"):
+        check_factors({"k": (jnp.zeros((5, TOKENS, 2)), jnp.zeros((5, 2, 8)))}, patch.metadata)
+
+
+class StandIn:
+    """A backbone of which the layout alone is looked at."""
+
+    layout, fingerprint = LAYOUT, "backbone"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_needs_layers_of_one_kind_refuses_others_by_name():
+    what = "got a layout whose channel 'k' has layers of its own; expected layers of one kind"
+    empty = {name: np.zeros((LAYOUT.depth(name), 1, LAYOUT.channel(name).features)) for name in LAYOUT.names}
+    refused = [
+        lambda: check_uniform(LAYOUT, "anything"),
+        lambda: RAGGED.read(LAYOUT, list(np.zeros((5, 2, 4, 2, 8), np.float32)), np.arange(2)),
+        lambda: Basis(empty, LAYOUT, "backbone"),
+        lambda: SegmentStore(StandIn(), 1),
+        lambda: METHODS["cacheblend"](StandIn(), None, 0.1),
+    ]
+    for call in refused:
+        with pytest.raises(LayoutError, match=what):
+            call()
+    ropes = KVLayout("gqa", 2, (Channel("k", 1, 8, 8), Channel("j", 1, 6, 4, LOCAL)), FULL)
+    with pytest.raises(LayoutError, match="channel 'j' has rope of its own"):
+        check_uniform(ropes, "anything")
+    check_uniform(PLAIN, "anything")
+
+
+def test_metadata_name_layers_of_the_decoder():
+    metadata = PatchMetadata(ChunkKey("page", "backbone", LAYOUT), Antecedent(), (2,))
+    assert metadata.layers == (2,)  # a layer that keeps nothing: its patch has no factors

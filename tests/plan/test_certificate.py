@@ -1,0 +1,266 @@
+"""Certificates: what they bound between and beyond the measured values, and files that are damaged or hostile."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpatch_jax.cache import SURVIVOR_WAYS
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.plan import Certificate, CertifiedPlan, Losses
+from tests.plan.plan_cases import BACKBONE, certificate, row
+
+GRID = {("stored", 8): {0: 0.5, 3: 2.0}, ("stored", 16): {0: 0.2, 3: 0.9}, ("stored", 32): {0: 0.3, 3: 0.4}}
+GRID |= {("bare", 0): {0: 3.0, 3: 5.0}}
+
+# ------------------------------------------------------------------------------------------------------- lookups
+
+
+def test_a_bound_is_the_worst_of_the_rows_around_it():
+    """Against a search over all rows, in every place of random grids; beyond them nothing is bounded."""
+    draw = random.Random(5)
+    for _ in range(50):
+        ranks = sorted(draw.sample(range(1, 40), 4))
+        others = sorted(draw.sample(range(6), 2))
+        table = {rank: {behind: draw.random() for behind in others} for rank in ranks}
+        made = certificate({("stored", rank): bounds for rank, bounds in table.items()})
+        for rank, behind in itertools.product(range(45), range(8)):
+            bound = made.bound("stored", rank, behind=behind)
+            if rank < ranks[0] or behind > others[-1]:
+                assert bound is None
+                continue
+            lower = max(measured for measured in ranks if measured <= rank)
+            upper = min((measured for measured in ranks if measured >= rank), default=lower)
+            more = min(measured for measured in others if measured >= behind)
+            fewer = max((measured for measured in others if measured <= behind), default=more)
+            assert bound == max(table[r][b] for r in (lower, upper) for b in (fewer, more))
+
+
+def test_growing_bounds_are_running_maxima():
+    draw = random.Random(4)
+    for _ in range(50):
+        behinds = sorted(draw.sample(range(12), draw.randint(1, 4)))
+        made = certificate({("stored", rank): {behind: draw.uniform(0, 2) for behind in behinds} for rank in (4, 16)})
+        for rank, most in itertools.product((2, 4, 9, 16, 20), (0, 3, 14)):
+            bounds = [made.bound("stored", rank, behind=others) for others in range(most + 1)]
+            expected = list[float]()
+            for bound in itertools.takewhile(lambda bound: bound is not None, bounds):
+                assert bound is not None
+                expected.append(max([bound, *expected]))
+            assert made.growing("stored", rank, "forget", most) == expected
+    assert certificate().growing("prefill", 0, "forget", 2) == [0.0, 0.0, 0.0]
+
+
+def test_only_exact_and_promised_points_are_bounded_unmeasured():
+    made = certificate({("bare", 0, "forget"): [0.5], ("survivor", 2, "forget"): {3: 0.5}})
+    assert [made.bound(point, 16) for point in ("orbit", "stored")] == [None, None]
+    assert made.bound("bare", promise="remember") is None
+    assert [made.bound(point, behind=99) for point in ("leading", "prefill")] == [0.0, 0.0]
+    assert made.bound("survivor", promise="remember", behind=99) == 0.0
+    gap = certificate({("stored", 8): [0.5], ("stored", 16): {3: 0.5}})
+    assert [gap.bound("stored", rank) for rank in (8, 12, 16)] == [0.5, None, None]
+
+
+def test_survivors_take_the_worse_of_the_neighbouring_slides():
+    made = certificate({("survivor", slides): {3: bound} for slides, bound in ((1, 0.1), (2, 0.4), (8, 0.3))})
+    bounds = {slides: made.bound("survivor", slides, behind=3) for slides in (1, 2, 3, 8, 9, 400)}
+    assert bounds == {1: 0.1, 2: 0.4, 3: 0.4, 8: 0.3, 9: None, 400: None}
+    assert made.bound("survivor", 2, behind=4) is None
+    gap = certificate({("survivor", 1): {3: 0.1}, ("survivor", 2): {7: 0.1}})
+    assert [gap.bound("survivor", slides, behind=3) for slides in (1, 2, 0)] == [0.1, None, None]
+
+
+def test_uncounted_slides_take_the_worst_of_all():
+    """Whoever does not know how often a window slid gets no better bound than from any row."""
+    draw = random.Random(3)
+    for _ in range(50):
+        table = {slides: {3: draw.random(), 7: draw.random()} for slides in draw.sample(range(1, 20), 3)}
+        made = certificate({("survivor", slides): bounds for slides, bounds in table.items()})
+        for behind, near in ((0, (3,)), (3, (3,)), (5, (3, 7)), (7, (7,))):
+            worst = max(bounds[others] for bounds in table.values() for others in near)
+            assert made.bound("survivor", behind=behind) == worst
+            growing = max(made.bound("survivor", behind=others) or 0.0 for others in range(behind + 1))
+            assert Losses(made, "forget", 8).kl(SURVIVOR_WAYS, behind) == growing
+            for slides in range(1, 20):
+                bound = made.bound("survivor", slides, behind=behind)
+                assert (bound is None) == (slides > max(table))
+                assert (bound or 0.0) <= worst
+        assert made.bound("survivor", behind=8) is None
+
+
+def test_mixed_windows_have_the_worst_bound_of_their_chunks():
+    made = certificate(GRID | {("near", 0): {0: 0.4, 3: 0.4}, ("mean", 0): {0: 0.1, 3: 0.1}})
+    exact, stored, bare, near, mean = ("leading", 0), ("stored", 16), ("bare", 0), ("near", 0), ("mean", 0)
+    for served, bound in (
+        ([], 0.0),
+        ([exact, exact], 0.0),
+        ([exact, stored], 0.2),
+        ([stored, exact], 0.9),  # what is prefilled behind it counts
+        ([exact, stored, bare], 5.0),
+        ([exact, mean, ("prefill", 0), near], 0.4),
+        ([stored] * 4, 0.9),
+        ([stored] * 5, None),
+        ([exact, ("orbit", 16)], None),
+        ([("survivor", 0)], None),
+    ):
+        assert made.together(served) == bound, served
+    assert made.together([("survivor", 0)] * 9, promise="remember") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "more"),
+    [
+        *(("guess", 8, {}), ("stored", -1, {}), ("stored", True, {}), ("stored", 8.0, {})),
+        *(("stored", 8, {"behind": -1}), ("stored", 8, {"promise": "hope"})),
+    ],
+)
+def test_bounds_of_unknown_points_are_refused(unchecked, point, rank, more):
+    with pytest.raises(InputError, match="expected"):
+        certificate(GRID).bound(point, rank, **more)
+
+
+def test_windows_beyond_the_measured_ones_are_reported():
+    made = certificate(GRID, tokens=200, chunks=4, spans=(4, 40), modalities=("image",))
+    page = (9, "image")
+    for tokens, chunks, reason in (
+        (200, [page] * 4, None),
+        (12, [(4, "image"), (40, "image"), (None, "image")], None),
+        (400_020, [page], "window of 400020 tokens; certified up to 200"),
+        (200, [page] * 5, "window of 5 chunks; certified up to 4"),
+        (200, [page, (41, "image")], "chunk that spans 41 positions; certified from 4 to 40"),
+        (200, [(3, "image")], "chunk that spans 3 positions; certified from 4 to 40"),
+        (200, [page, (9, "text")], "chunk of text; certified of image"),
+        (200, [(9, None)], "chunk of a modality that nobody said; certified of image"),
+    ):
+        assert made.beyond(tokens, chunks) == reason
+
+
+# ------------------------------------------------------------------------------------------------------- as files
+
+
+@pytest.fixture
+def made() -> Certificate:
+    numbers = (0.1, 1e-300, 1 / 3, 2.5e-7, 5e-324, 12345.678)
+    rows = [row("stored", place + 1, 0, bound) for place, bound in enumerate(numbers)]
+    rows.append(row("bare", 0, 0, 0.5, eta=None))
+    plans = (CertifiedPlan("a plan", 0.1, 32, 320, 0.5, 0.97, 0.9, 1.0),)
+    return certificate(rows=tuple(rows), plans=plans, content='pictures of Zürich\n"quoted", \u2028 odd')
+
+
+def test_a_written_certificate_is_read_back_equal_for_its_weights(tmp_path: Path, made: Certificate):
+    path = made.write(tmp_path / "certificate.json")
+    for place, backbone in ((path, BACKBONE), (str(path), None)):
+        again = Certificate.read(place, backbone=backbone)
+        assert again == made
+        assert again.digest == made.digest == json.loads(path.read_text())["digest"]
+    assert [file.name for file in tmp_path.iterdir()] == ["certificate.json"]
+    assert dataclasses.replace(made, level=0.9).digest != made.digest
+    with pytest.raises(InputError, match="other weights"):
+        Certificate.read(path, backbone="e" * 64)
+
+
+def test_every_flip_and_cut_is_detected(made: Certificate):
+    """Bytes changed and files cut short: damage, or (of white space, of 1E-7) the very same certificate."""
+    content = made.to_json().encode()
+    draw, same = random.Random(1), 0
+    places = range(0, len(content), 3)
+    for place in places:
+        changed = content[:place] + bytes([content[place] ^ (1 << draw.randrange(8))]) + content[place + 1 :]
+        try:
+            assert Certificate.from_json(changed, backbone=BACKBONE) == made
+            same += 1
+        except InputError:
+            continue
+    assert same < len(places) / 8
+    for end in range(0, len(content) - 2, 17):
+        with pytest.raises(InputError, match="certificate: got"):
+            Certificate.from_json(content[:end], backbone=BACKBONE)
+
+
+def forged(made: Certificate, change: Any) -> str:
+    """Returns a changed certificate with a matching digest, as another program might write it."""
+    saved = json.loads(made.to_json())
+    body = saved["certificate"]
+    change(body)
+    tables = {}
+    for name in ("rows", "plans"):
+        columns, *rows = body[name] or [[]]
+        tables[name] = [dict(zip(columns, row, strict=True)) for row in rows]
+    text = json.dumps(body | tables, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    saved["digest"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return json.dumps(saved)
+
+
+def set_cell(name: str, value: Any) -> Callable[[Any], None]:
+    """Returns a change of one value of the first row."""
+
+    def change(body: Any) -> None:
+        body["rows"][1][body["rows"][0].index(name)] = value
+
+    return change
+
+
+CELLS = [("kl_bound", 0), ("kl_bound", "0.1"), ("kl_bound", -0.1), ("kl_bound", None), ("kl", 9e9), ("coverage", 0.2)]
+CELLS += [("rank", True), ("rank", 10**30), ("rank", -8), ("rank", 2), ("answers", 0), ("point", "stale")]
+CELLS += [("promise", "both"), ("flips_high", 0.001), ("behind", 1.0)]
+FIELDS: list[dict[str, Any]] = [{"recommended": {"rank": 16}}, {"recommended": {"rank": 0, "reason": "why"}}]
+FIELDS += [{"more": 1}, {"rows": []}, {"backbone": ""}, {"model": "x" * 3000}, {"level": 1}, {"calibration": 0}]
+FIELDS += [{"disjoint": 1}, *({"spans": spans} for spans in ([4], [5, 4], [0, 4], [1.0, 4], None, "ab"))]
+FIELDS += [{"modalities": words} for words in ([], "image", [3], ["a"] * 99)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(set_cell(*cell) for cell in CELLS),
+        *(functools.partial(dict.update, **fields) for fields in FIELDS),
+        lambda body: body["rows"].append(body["rows"][1]),
+        lambda body: body["rows"].extend(body["rows"][1:] * 5000),
+        lambda body: body.pop("model"),
+    ],
+)
+def test_values_are_checked_although_the_digest_matches(unchecked, made: Certificate, change):
+    assert Certificate.from_json(forged(made, lambda body: None), backbone=BACKBONE) == made
+    with pytest.raises(InputError, match="expected"):
+        Certificate.from_json(forged(made, change), backbone=BACKBONE)
+
+
+def test_hostile_json_is_refused(unchecked, made: Certificate):
+    text = made.to_json()
+    hostile: list[Any] = [made, None, "", b"\xff\xfe\x00", "null", "[]", "7", "{}", "[" * 100_000, '{"a":' * 100_000]
+    hostile += ["9" * 5_000, text.replace("kvpatch certificate", "kvpatch window")]
+    for version in ("2", "true", "1.0", '1, "version": 1'):
+        hostile.append(text.replace('"version": 1', f'"version": {version}'))
+    hostile += [text.replace("0.95", number, 1) for number in ("NaN", "1e999", "-Infinity")]
+    hostile.append(text.replace('"a model"', '"\\ud800"'))
+    hostile.append(text.replace('"rows": [', '"rows": {"a": [').replace("\n ]", "]}"))
+    hostile += [text.replace('["point", "rank"', f'[{columns}, "rank"', 1) for columns in ('"rank"', '["point"]')]
+    for content in hostile:
+        assert content != text
+        with pytest.raises(InputError, match="certificate"):
+            Certificate.from_json(content, backbone=BACKBONE)
+
+
+def test_unusual_files_are_refused_without_hanging(tmp_path: Path, made: Certificate):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", (4 << 20) + 1)
+    for name in ("missing", "pipe", "large", "", "missing/either"):
+        with pytest.raises(InputError, match="expected"):
+            Certificate.read(tmp_path / name, backbone=BACKBONE)
+    (tmp_path / "folder").mkdir()
+    for place, words in (
+        (tmp_path / "missing" / "certificate.json", "No such file"),
+        (tmp_path / "folder", "directory"),
+    ):
+        with pytest.raises(InputError, match=words):
+            made.write(place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "large", "pipe"]

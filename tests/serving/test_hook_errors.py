@@ -1,0 +1,154 @@
+"""No exception leaves the connector's hooks, whatever a client sends and whatever fails. vllm is stood in for."""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving_hooks import BLOCKS, ask, engine_of
+from serving_sides import EVERYTHING, TOKENS, output_of, request_of, true_kv
+
+from kvpatch_jax.serving.vllm.messages import StepCommands
+
+PLAN = {"kvpatch": {"segments": [8, 18], "reuse": "blind", "save": False}}
+
+
+@pytest.fixture(scope="module")
+def engine(connector, tmp_path_factory):
+    with engine_of(connector, tmp_path_factory.mktemp("boundary")) as engine:
+        yield engine
+
+
+def assert_serves(engine):
+    """Asserts that a leading chunk is served as a prefill computes it, and a request that asks for nothing is plain."""
+    answer = ask(engine, request_of("leading", {"kvpatch": {"segments": [8], "save": False}}))
+    assert (answer.count, answer.invalid) == (8, set())
+    expected = np.concatenate([true_kv(TOKENS)[name][:, :8, 0] for name in "kv"], axis=-1)
+    np.testing.assert_allclose(answer.loaded, expected, rtol=1e-5, atol=1e-5)
+    plain = ask(engine, request_of("plain", None))
+    assert (plain.count, plain.report, plain.salt) == (0, None, None)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(EVERYTHING)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(["reuse", "kl", "promise", "agent", "segments", "save", "other"])
+ENDS = st.lists(st.integers(1, 32), max_size=4, unique=True).map(sorted)
+PARTS = st.one_of(
+    VALUES,
+    st.dictionaries(FIELDS, VALUES, max_size=4),
+    st.fixed_dictionaries({"segments": ENDS}, optional={"reuse": st.sampled_from(EVERYTHING), "save": SCALARS}),
+)
+
+
+HOSTILE = [[], 10**30, {"kvpatch": []}, {"kvpatch": {"segments": [8], "reuse": nested(5000)}}]
+HOSTILE += [{"kvpatch": {"segments": [8], "agent": "x" * 10**6}}, {"kvpatch": {"segments": [8], "kl": 10**400}}]
+
+
+@given(st.sampled_from([PLAN, *HOSTILE]) | VALUES | st.fixed_dictionaries({"kvpatch": PARTS}))
+def test_nothing_is_kept_of_a_request_whatever_it_asks_for(engine, params):
+    request = request_of("fuzzed", params, TOKENS[:24])
+    scheduler, side = engine.scheduler, engine.scheduler.scheduler_side
+    scheduler.on_new_request(request)
+    while (count := scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
+        scheduler.build_connector_meta(output_of({}, {}, {}))
+    assert 0 <= count < 24
+    scheduler.request_finished(request, [])
+    assert side.finish(request) is None
+    assert (side.take_promised(), side.reading) == (StepCommands(), (0, 0))
+
+
+def test_other_requests_are_served_after_all_that(engine):
+    for params in HOSTILE:
+        answer = ask(engine, request_of("hostile", params))
+        assert (answer.count, answer.invalid, answer.salt, answer.report) == (0, set(), None, None)
+    assert_serves(engine)
+
+
+HOOKS = {
+    "add_request": "on_new_request",
+    "match": "get_num_new_matched_tokens",
+    "order_load": "update_state_after_alloc",
+    "build_commands": "build_connector_meta",
+    "finish": "request_finished",
+}
+
+
+@pytest.mark.parametrize("work", HOOKS)
+def test_a_scheduler_fault_costs_only_one_requests_reuse(engine, work, monkeypatch, caplog):
+    """Counted by its type and logged once; a promise to the engine is kept, or its blocks are reported as lost."""
+    failures = engine.scheduler.failures
+    failures.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.scheduler_side, work, lambda *_: 1 / 0)
+        answers = [ask(engine, request_of(f"turn {turn}", PLAN)) for turn in range(2)]
+    for answer in answers:
+        if work in ("add_request", "match"):
+            assert (answer.count, answer.invalid, answer.report, answer.salt) == (0, set(), None, None)
+        elif work == "order_load":
+            assert (answer.count, answer.invalid, answer.report) == (18, set(BLOCKS[:5]), None)
+        else:
+            assert (answer.count, answer.invalid) == (18, set())
+            assert answer.loaded.any(), "what was promised is loaded all the same"
+    kind = f"{HOOKS[work]}: ZeroDivisionError"
+    assert failures[kind] >= 2
+    assert caplog.text.count(f"kvpatch: {kind}") == 1
+    assert_serves(engine)
+    failures.clear()
+
+
+def test_a_fault_restores_the_salt_until_blocks_were_given(engine, monkeypatch):
+    """The engine looked into its cache with the plan's salt, so it is asked to look again. Once it has blocks that may
+    be approximate, the salt stays: no request without it may find what is behind them.
+    """
+    scheduler, request = engine.scheduler, request_of("salted", PLAN)
+    side, match = scheduler.scheduler_side, scheduler.scheduler_side.match
+
+    def failing(request, computed):
+        count = match(request, computed)
+        return count if count is None else 1 / 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(side, "match", failing)
+        scheduler.on_new_request(request)
+        while not scheduler.failures:
+            assert scheduler.get_num_new_matched_tokens(request, 0)[0] is None
+            scheduler.build_connector_meta(output_of({}, {}, {}))
+    assert (request.cache_salt, request.block_hashes) == (None, ["with None"])
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(side, "order_load", lambda *_: 1 / 0)
+        assert ask(engine, request_of("given", PLAN)).salt.startswith("kvpatch-")
+    assert_serves(engine)
+    scheduler.failures.clear()
+
+
+@pytest.mark.parametrize("hook", ["load", "save"])
+def test_a_worker_fault_is_reported_by_its_blocks(connector, tmp_path, hook, monkeypatch):
+    """What was promised and may not have been written is not read by any forward."""
+    plan = {"kvpatch": {"segments": [8 if hook == "load" else 9], "save": hook == "save"}}
+    with engine_of(connector, tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.worker.worker_side, hook, lambda commands: 1 / 0)
+            answer = ask(engine, request_of("request", plan))
+        if hook == "load":
+            assert (answer.count, answer.invalid) == (8, set(BLOCKS[:2]))
+            assert (answer.report["failed"], answer.report["served"]) == (True, [])
+            assert ask(engine, request_of("again", plan)).count == 0, "that chunk is not planned again"
+        else:
+            assert (answer.count, answer.invalid) == (0, set())
+            assert_serves(engine)
+        kind = f"{'start_load_kv' if hook == 'load' else 'wait_for_save'}: ZeroDivisionError"
+        assert engine.worker.failures[kind] == 1

@@ -1,0 +1,148 @@
+"""Chunks of prompts: where documents are cut, what is never cut, and what cannot change an id."""
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.serving.vllm import ChunkingOptions, PromptFeature, segments_of
+from kvpatch_jax.serving.vllm.segments import MAX_SEGMENTS
+
+OPENER, FRAME, PIXEL, SEPARATOR = [1, 2], (5, 6), 9, [7, 8]
+"""Token ids below 1000 stand in no text."""
+OPTIONS = ChunkingOptions((tuple(SEPARATOR),), (tuple(OPENER),), least=32, image_frame=FRAME)
+QUESTION = list(range(100, 140))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def text(count, seed=0):
+    return np.random.default_rng(seed).integers(1000, 150_000, count).tolist()
+
+
+def divided(tokens, options=OPTIONS, features=(), ends=None):
+    return segments_of("tiny", tokens, features, ends, options)
+
+
+def ends_of(tokens, options=OPTIONS, **more):
+    return [segment.end for segment in divided(tokens, options, **more)]
+
+
+def chunks_inside(tokens, begin, end, **more):
+    """Ids of the chunks within a range, and where they end from its begin."""
+    inside = [segment for segment in divided(tokens, **more) if begin <= segment.begin and segment.end <= end]
+    return [(segment.id, segment.end - begin) for segment in inside]
+
+
+@given(st.integers(64, 3000), seeds, st.integers(32, 1500), st.booleans())
+def test_a_document_has_the_same_chunks_behind_any_text_or_image(length, seed, before, opened):
+    document = [*(OPENER if opened else []), *text(length, seed), *SEPARATOR]
+    alone = chunks_inside([*document, *QUESTION], 0, len(document))
+    assert alone[-1][1] == len(document), "its chunks are all of it"
+
+    prefix = [*text(before, seed + 1), *([] if opened else SEPARATOR)]
+    picture, features = [FRAME[0], *[PIXEL] * 20, FRAME[1]], [PromptFeature("cat", len(prefix) + 1, 20)]
+    for front, images in ((prefix, []), ([*prefix, *picture], features)):
+        begin, tokens = len(front), [*front, *document, *QUESTION]
+        assert chunks_inside(tokens, begin, begin + len(document), features=images) == alone
+
+
+PARTS = st.one_of(
+    st.tuples(st.just("text"), st.integers(0, 700), seeds),
+    st.tuples(st.just("image"), st.integers(1, 80), st.booleans()),
+    st.tuples(st.sampled_from(["separator", "opener"]), st.just(0), st.just(0)),
+)
+
+
+def prompt_of(parts):
+    """Returns a prompt's tokens, its images, and their bounds with frames."""
+    tokens, features, bounds = [], [], []
+    for index, (kind, count, detail) in enumerate(parts):
+        begin = len(tokens)
+        if kind == "image":
+            tokens += [FRAME[0], *[PIXEL] * count, FRAME[1]] if detail else [PIXEL] * count
+            features.append(PromptFeature(f"image {index}", begin + detail, count))
+            bounds.append((begin, len(tokens)))
+        else:
+            tokens += {"text": text(count, detail), "separator": SEPARATOR, "opener": OPENER}[kind]
+    return tokens, features, bounds
+
+
+@given(st.lists(PARTS, max_size=12))
+def test_chunks_cover_a_prompt_in_order_and_cut_no_image(parts):
+    tokens, features, bounds = prompt_of([*parts, ("text", 5, 1)])
+    segments = divided(tokens, features=features)
+    begins = [segment.begin for segment in segments]
+
+    assert begins == [0, *(segment.end for segment in segments)][: len(segments)], "no gap"
+    assert all(segment.begin < segment.end < len(tokens) for segment in segments), "a token of a question is left"
+    for begin, end in bounds:
+        assert {begin, end} - {0, len(tokens)} <= {0, *(segment.end for segment in segments)}
+        assert not any(begin < segment.end < end for segment in segments)
+
+    walls = {0, *itertools.chain(*bounds)}
+    for segment in segments:
+        if segment.modality == "text":
+            length = segment.end - segment.begin
+            assert length >= OPTIONS.least or {segment.begin, segment.end} <= walls, "a short text between images"
+
+
+FIRST, SECOND = [*text(50), *SEPARATOR], [*OPENER, *text(60, 1)]
+SHORT = [*OPENER, *text(5)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        ([*FIRST, *SECOND, *SEPARATOR, 3], [52, 116]),
+        ([*FIRST, *SHORT, *SECOND, *text(40, 2)], [59]),  # the short message is in the first chunk
+        ([*SHORT, *SECOND, *SEPARATOR, 3], [71]),  # nothing is in front of it
+        ([*FIRST, *[*SHORT, *text(5)] * 7, *OPENER, *text(40)], [52, 88, 136]),  # in threes; the seventh joins
+        ([*FIRST, 3], [52]),  # a question may be short
+        ([*FIRST, *SECOND, *OPENER, 3], [52]),  # the opening of the answer is part of the question
+        (FIRST, []),  # no question would be left
+        *((tokens, []) for tokens in ([], [7, 8], [7, 8] * 9, [1] * 31)),
+        (FIRST * (MAX_SEGMENTS + 10), list(range(52, 52 * MAX_SEGMENTS + 1, 52))),
+    ],
+)
+def test_what_closes_opens_and_joins(tokens, ends):
+    """A separator belongs to the chunk in front, an opening to the one behind; short documents join."""
+    assert ends_of(tokens) == ends
+
+
+def test_images_come_before_texts_and_declared_ends_before_both():
+    tokens = [*text(100), FRAME[0], *SEPARATOR * 20, FRAME[1], *text(400, 1), *SEPARATOR, *QUESTION]
+    features = [PromptFeature("separators", 101, 40)]
+    segments = divided(tokens, features=features)
+    assert [(segment.end, segment.modality) for segment in segments] == [(100, "text"), (142, "image"), (544, "text")]
+    assert ends_of(tokens, features=features, ends=[50, 142]) == [50, 142]
+    assert ends_of(tokens, features=features, ends=[]) == []
+    assert ends_of(tokens, None, features=features) == [101, 141], "without frames, and no text behind images"
+    assert ends_of(tokens, ChunkingOptions(image_frame=FRAME), features=features) == [100, 142]
+    ending = [*text(200), *SEPARATOR, *[PIXEL] * 9]
+    assert ends_of(ending, features=[PromptFeature("a", 202, 9)])[-1] == 202, "an image at the end is the question"
+
+
+def test_an_id_is_of_tokens_and_images_wherever_they_stand():
+    """So nobody claims another chunk's content, and a client's uuid names an image as any identifier does."""
+
+    def chunk(identifier="uuid of a cat", offset=2, begin=0, backbone="tiny", pixel=PIXEL):
+        tokens, features = [3] * begin + [pixel] * 8 + [3], [PromptFeature(identifier, begin + offset, 4)]
+        return segments_of(backbone, tokens, features, [begin, begin + 8] if begin else [8])[-1].id
+
+    assert chunk(begin=5) == chunk()
+    assert len({chunk(), chunk("uuid of a dog"), chunk(offset=3), chunk(backbone="b"), chunk(pixel=4)}) == 5
+
+
+def test_ends_outside_of_a_prompt_or_inside_an_image_are_refused():
+    features = [PromptFeature("a", 40, 20), PromptFeature("b", 50, 20)]
+    for options, why in (
+        ({"ends": [100]}, "got end 100 in a prompt of 100 tokens"),
+        ({"ends": [45]}, "got end 45 inside an image at 40 to 60"),
+        *(({"options": chunking}, "got end 60 inside an image at 50 to 70") for chunking in (None, OPTIONS)),
+    ):
+        with pytest.raises(InputError, match=why):
+            divided(text(100), features=features, **options)

@@ -1,0 +1,160 @@
+"""Saved sessions go on with the same answers; damaged and hostile files are refused; killed processes lose nothing."""
+# pyright: reportArgumentType=false, reportOptionalOperand=false
+
+import contextlib
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import kvpatch_jax as kvp
+from kvpatch_jax.cache import text_digest
+from kvpatch_jax.errors import SessionError
+from tests.shared.session_cases import QUESTION, image_of
+from tests.shared.window_oracle import tiny
+
+PROGRAM = Path(__file__).with_name("session_killed.py")
+
+
+@pytest.fixture(scope="module")
+def saved(backbone, tmp_path_factory) -> tuple[Path, list[Any]]:
+    path = tmp_path_factory.mktemp("saved") / "session"
+    with kvp.Session(backbone, keep=2, around=("w30 ", " w31")) as session:
+        session.add("w5 w6 w7 w8 w9 w10", id="system")
+        for step in range(4):
+            session.add(image_of(step), id=f"shot {step}")
+        session.save(path)
+        return path, answers_before_and_after_a_recall(session)
+
+
+def answers_before_and_after_a_recall(session: kvp.Session) -> list[Any]:
+    first = session.ids, session.gone, session.ask(QUESTION, steps=4, stop=(), temperature=1.5, seed=3).ids
+    session.recall("shot 1")
+    session.replace("system", "w9 w10")
+    return [*first, session.ids, session.ask(QUESTION, steps=4, stop=()).ids]
+
+
+def test_a_restored_session_answers_alike(backbone, saved, tmp_path: Path):
+    path, expected = saved
+    with kvp.Session.restore(path, backbone) as session:
+        assert [session.fidelity(name) for name in session.ids] == ["exact"] * 2 + ["survivor"] * 2
+        session.save(tmp_path / "again")
+        session.save(tmp_path / "again")
+        assert answers_before_and_after_a_recall(session) == expected
+        assert (session.keep, session.config.around) == (2, ("w30 ", " w31"))
+    with kvp.Session.restore(tmp_path / "again", backbone) as session:
+        with session.fork() as branch:
+            branch.save(tmp_path / "branch")
+        assert answers_before_and_after_a_recall(session) == expected
+    with kvp.Session.restore(tmp_path / "branch", backbone) as session:
+        assert answers_before_and_after_a_recall(session) == expected
+        session.save(tmp_path / "bare", kv=False)
+    with kvp.Session.restore(tmp_path / "bare", backbone) as session:
+        # It forgot what had left.
+        assert {session.fidelity(name) for name in session.ids} == {"exact"}
+        assert session.ask(QUESTION, steps=2, audit=True).kl < 1e-8
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["again", "bare", "branch"]
+
+
+def test_damaged_and_foreign_files_are_refused(backbone, saved, tmp_path: Path):
+    content, bad = saved[0].read_bytes(), tmp_path / "bad"
+    with pytest.raises(SessionError, match="backbone"):
+        kvp.Session.restore(saved[0], tiny("gqa"))
+    damaged = [b"", b"{}", content[:-1], content[: len(content) // 2], content.replace(b"shot 1", b"shot 7")]
+    damaged += [
+        content.replace(b"kvpatch session 4", b"kvpatch session 9"),
+        (2**60).to_bytes(8, "little") + content[8:],
+    ]
+    for wrong in (*damaged, bytes([*content[:-3], content[-3] ^ 1, *content[-2:]])):
+        bad.write_bytes(wrong)
+        with pytest.raises(SessionError):
+            kvp.Session.restore(bad, backbone)
+    for missing in (tmp_path / "none", tmp_path):
+        with pytest.raises(SessionError):
+            kvp.Session.restore(missing, backbone)
+    with kvp.Session(backbone) as session, pytest.raises(SessionError, match="cannot be written"):
+        session.save(tmp_path / "no folder" / "file")
+
+
+# Values that a foreign program may write in place of one field: of the body, its settings, a piece, or the window's.
+WRONG = {
+    "": {**dict.fromkeys(("window", "settings", "pieces", "dtype"), (None, 5, "x", [1], {})), "used": (None, [5])},
+    "settings": {"name": (None, 5, [], {}), "keep": (-1, 0, 1.5, "x", [], {}, [[]], [2, 1]),
+                 "reuse": (-1, "x", [], {}), "kl": (None, -1, "x", [], {}),
+                 "around": (None, -1, "x", [], {}, [[]], ["a"]), "chat": (None, 1.5, [[]]),
+                 "memory": (None, -1, "x", {}, [[]]), "placeholder": (-1, 1.5, [], {}, " "), "encoding": (1, "x", [])},
+    "pieces": {**dict.fromkeys(("id", "name", "content"), (None, 5, ["x"])),
+               "items": (5, [5], [{"text": 5}], [{"tokens": ["a"]}], [{"image": "x"}], [{"video": "x"}], [{}])},
+    "window": {"made": ("x", None), "start": (-1, 5, 2**40), "method": ("x", "bare", None), "seen": (None, 5, ["x"]),
+               "ways": (None, [["near", -1]], [["x"]]), "entry": (None, {}, 5)},
+}  # fmt: skip
+
+
+def hostile_bodies(text: str) -> Iterator[dict[str, Any]]:
+    """Yields bodies with one wrong value each, or without the field."""
+    for part, fields in WRONG.items():
+        for name, values in fields.items():
+            for value in (..., *values):
+                body = json.loads(text)
+                window = json.loads(body["window"])
+                table: Any = {"": body, "settings": body["settings"], "pieces": body["pieces"][2]}.get(part)
+                table = window["window"]["pieces"][2] if table is None else table
+                table[name] = value
+                if value is ...:
+                    del table[name]
+                if part == "window":
+                    digest = text_digest(json.dumps(window["window"], sort_keys=True))
+                    body["window"] = json.dumps({**window, "digest": digest})
+                yield body
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_hostile_files_are_refused_and_nothing_is_held(backbone, saved, store, tmp_path: Path):
+    """They have the right digests, as anybody may write."""
+    content, path = saved[0].read_bytes(), tmp_path / "hostile"
+    arrays = safetensors.numpy.load(content)
+    meta = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+
+    def restore(body: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        text = json.dumps(body)
+        digest = hashlib.blake2b(text.encode(), digest_size=32)
+        for name in sorted(set(arrays) - {"end"}):
+            digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+            digest.update(arrays[name].tobytes())
+        path.write_bytes(safetensors.numpy.save(arrays, {**meta, "session": text, "digest": digest.hexdigest()}))
+        kvp.Session.restore(path, backbone, store, pages=64).close()
+
+    restore(json.loads(meta["session"]), arrays)
+    bodies, threads, accepted = list(hostile_bodies(meta["session"])), threading.active_count(), []
+    for body in bodies:
+        with contextlib.suppress(SessionError):
+            restore(body, arrays)
+            accepted.append(body)
+    assert (accepted, len(bodies) >= 60) == ([], True)
+    body = json.loads(meta["session"])
+    for name in [name for name in arrays if name.startswith(("kept.2.", "item."))]:
+        others = {key: value for key, value in arrays.items() if key != name}
+        for changed in (others, {**others, name: arrays["end"]}, {**others, name: arrays[name][:0]}):
+            with pytest.raises(SessionError):
+                restore(body, changed)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.nightly
+def test_sessions_killed_while_they_work_go_on_with_the_same_answers(tmp_path: Path):
+    answers = []
+    for kills in (0, 6):
+        command = [sys.executable, str(PROGRAM), str(tmp_path / f"{kills} kills"), str(kills)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        answers.append({line for line in done.stdout.splitlines()})
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 10

@@ -1,0 +1,383 @@
+"""Damaged files, indexes and secrets give misses or typed errors, never wrong bytes, and the store works afterwards."""
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from kvpatch_jax.errors import KVPatchError, StoreCorruptError, StoreError
+from kvpatch_jax.store import files, index
+from kvpatch_jax.store.files import Encoded, Header, Stored, object_parts, parse_object
+from kvpatch_jax.store.objects import Objects
+
+SECRET = b"s" * 16
+KEY = b"k" * 32
+OBJECTS = 40
+HEADER = Header("tenant", "name", 7, 1e12)
+
+
+def name_of(number: int) -> str:
+    return f"{number:032x}/enc"
+
+
+def object_of(number: int, version: int = 0) -> Encoded:
+    leaves = {"output": np.arange(number, number + 60, dtype=np.int32), "empty": np.zeros((0, 3), np.float64)}
+    return Encoded("encoder", {"number": number, "version": version}, leaves)
+
+
+def content_of(stored: Stored) -> tuple[int, int, list[int]]:
+    return stored.body["number"], stored.body["version"], stored.arrays["output"].tolist()
+
+
+def opened(root: Path, **options) -> Objects:
+    return Objects(root, **{"secret": SECRET, "memory": 0} | options)
+
+
+def filled(root: Path, **options) -> Objects:
+    store = opened(root, **options)
+    store.put([(name_of(number), object_of(number)) for number in range(OBJECTS)])
+    return store
+
+
+def file_of(store: Objects, number: int) -> Path:
+    query = "SELECT file FROM objects WHERE tenant = ? AND name = ?"
+    (file,) = store.index.row(query, store.tenant, name_of(number)) or ("",)
+    return Path(store.root, "data", file)
+
+
+def flipped(data: bytes, position: int, bit: int) -> bytes:
+    copy = bytearray(data)
+    copy[position] ^= 1 << bit
+    return bytes(copy)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def sample() -> tuple[bytes, Encoded]:
+    leaves = {
+        "whole": np.arange(5, dtype=np.int64),
+        "brain": np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16),
+        "few": np.asarray([True, False, True]),
+        "none": np.zeros((2, 0), np.float32),
+    }
+    encoded = Encoded("encoder", {"id": "ü", "list": [1, None, 2.5]}, leaves)
+    return b"".join(object_parts(encoded, HEADER)), encoded
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_every_flip_of_a_file_is_noticed(key):
+    data, encoded = sample()
+    if key is not None:
+        data = b"".join(object_parts(encoded, HEADER, key))
+    for position in range(len(data)):
+        with pytest.raises(StoreError):
+            parse_object(np.frombuffer(flipped(data, position, position % 8), np.uint8), key)
+
+
+def test_every_length_of_a_file_but_its_own_is_noticed():
+    data, _ = sample()
+    for size in range(len(data)):
+        with pytest.raises(StoreCorruptError):
+            parse_object(np.frombuffer(data[:size], np.uint8))
+    with pytest.raises(StoreCorruptError):
+        parse_object(np.frombuffer(data + bytes(64), np.uint8))
+
+
+def test_any_safetensors_reader_opens_a_file():
+    _, encoded = sample()
+    arrays = dict(encoded.arrays)
+    del arrays["brain"]  # of a dtype that NumPy's reader has no name for
+    arrays = safetensors.numpy.load(b"".join(object_parts(encoded._replace(arrays=arrays), HEADER)))
+    assert {name for name in arrays if not name.startswith("pad.")} == {"whole", "few", "none"}
+    for name in ("whole", "few", "none"):
+        np.testing.assert_array_equal(arrays[name], encoded.arrays[name])
+
+
+def _cut(file: Path, _: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _empty(file: Path, _: Path) -> None:
+    os.truncate(file, 0)
+
+
+def _remove(file: Path, _: Path) -> None:
+    file.unlink()
+
+
+def _swap(file: Path, other: Path) -> None:
+    file.write_bytes(other.read_bytes())
+
+
+def _folder(file: Path, _: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _link(file: Path, other: Path) -> None:
+    file.unlink()
+    file.symlink_to(other)
+
+
+def _pipe(file: Path, _: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _version(file: Path, _: Path) -> None:
+    """Gives the file another number of the format, with the checksum that belongs to it."""
+    data = file.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:length].replace(f'"format":"{files.FORMAT}"'.encode(), f'"format":"{files.FORMAT + 1}"'.encode())
+    blank = text[: files._SUM.start] + b"0" * 16 + text[files._SUM.stop :]
+    text = text[: files._SUM.start] + files.xxhash.xxh3_64_hexdigest(blank).encode() + text[files._SUM.stop :]
+    file.write_bytes(data[:8] + text + data[length:])
+
+
+@pytest.mark.parametrize("damage", [_cut, _empty, _remove, _swap, _folder, _link, _pipe, _version])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_damaged_file_is_a_miss_until_the_next_put(folder, damage, key):
+    store = filled(folder / "root", key=key)
+    damage(file_of(store, 3), file_of(store, 4))
+    with contextlib.suppress(StoreError):  # another object's bytes, which are intact, but do not open for this name
+        assert store.get(name_of(3), content_of) is None
+    assert store.get(name_of(4), content_of) == (4, 0, list(range(4, 64)))
+    if damage not in (_version, _folder, _link) and (damage, key) != (_swap, KEY):
+        assert store.damaged() == [name_of(3)]
+    assert store.put([(name_of(3), object_of(3, 1))]) == [True]
+    assert store.get(name_of(3), content_of) == (3, 1, list(range(3, 63)))
+    store.close()
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_file_of_another_tenant_or_name_is_never_read(folder, key):
+    store, other = filled(folder / "root", key=key), filled(folder / "root", tenant="other", key=key)
+    for source in (file_of(other, 3), file_of(store, 4)):
+        file_of(store, 3).write_bytes(source.read_bytes())
+        with contextlib.suppress(StoreError):
+            assert store.get(name_of(3), content_of) is None
+    store.close()
+    other.close()
+
+
+def test_verify_deletes_what_is_damaged_and_nothing_else(folder, monkeypatch):
+    store = filled(folder / "root")
+    _cut(file_of(store, 3), file_of(store, 4))
+    _version(file_of(store, 5), file_of(store, 4))
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpatch_jax.store.objects.file_bytes", fail)
+        assert store.damaged(delete=True) == []  # nobody knows
+        assert store.get(name_of(6), content_of) is None
+    assert store.usage().count == OBJECTS
+    assert store.damaged(delete=True) == [name_of(3)]
+    assert store.usage().count == OBJECTS - 1
+    assert store.damaged() == []
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ index
+
+
+def check_root(root: Path, allowed: dict[int, set[int | None]]) -> int:
+    """Opens a damaged root and uses all of it. Returns how many objects are there. Afterwards everything works.
+
+    Args:
+      allowed: versions that each object may have.
+    """
+    count = 0
+    for attempt in range(3):
+        try:
+            with contextlib.closing(opened(root)) as store:
+                count = 0
+                for number, versions in allowed.items():
+                    content = store.get(name_of(number), content_of)
+                    count += content is not None
+                    assert content is None or content[1] in versions
+                    assert content is None or content == (number, content[1], list(range(number, number + 60)))
+                store.with_prefix("")
+                store.usage()
+                store.index.collect()
+                for number in range(OBJECTS):
+                    store.put([(name_of(number), object_of(number, 9))])
+                    content = store.get(name_of(number), content_of)
+                    if content is None:  # the index finds no more what it holds: to be seen by a look at all of it
+                        store.damaged()
+                    assert content == (number, 9, list(range(number, number + 60)))
+                store.delete(f"{0:032x}")
+                assert store.get(name_of(0), content_of) is None
+            return count
+        except KVPatchError:  # it says what is wrong; the next open makes the index again
+            allowed = {number: versions | {9, None} for number, versions in allowed.items()}
+            assert attempt < 2
+    return count
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory) -> Iterator[Path]:
+    """A root whose index has several pages of every kind; its checksums hold for objects 0 to 39."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path_factory.getbasetemp()
+    path = Path(folder, f"kvpatch-test-damage-{os.getpid()}")
+    store = filled(path, root_budget="10 MB")
+    for number in range(100, 400):
+        store.put([(f"{number:032x}/kv", Encoded("chunk", {}, {"kv": np.zeros(1)}))])
+        store.delete(f"{number + 1000:032x}")
+    store.put([(name_of(number), object_of(number, 1)) for number in range(10)])
+    store.delete(f"{39:032x}")
+    store.close()
+    yield path
+    shutil.rmtree(path)
+
+
+VERSIONS: dict[int, set[int | None]] = {number: {1 if number < 10 else 0} for number in range(OBJECTS - 1)}
+VERSIONS[39] = {None}
+
+
+def copied(closed: Path, root: Path) -> Path:
+    """Copies a root; files as links, because they are never changed."""
+    shutil.copytree(closed, root, copy_function=os.link)
+    for name in ("index.sqlite", "lock", "secret"):
+        (root / name).unlink()
+        shutil.copy(closed / name, root / name)
+    return root
+
+
+def flip_index(closed: Path, root: Path, count: int, seed: int) -> None:
+    chance, data = random.Random(seed), (closed / "index.sqlite").read_bytes()
+    pages = len(data) // 4096
+    for trial in range(count):
+        # Half of the flips hit the first bytes of a page, or the first page: its header and pointers.
+        position = chance.randrange(len(data))
+        if trial % 2:
+            position = chance.choice([chance.randrange(100), 4096 * chance.randrange(pages) + chance.randrange(40)])
+        copy = copied(closed, root / str(trial))
+        (copy / "index.sqlite").write_bytes(flipped(data, position, chance.randrange(8)))
+        try:
+            check_root(copy, VERSIONS)
+        except Exception as error:
+            raise AssertionError(f"flip at {position} of trial {trial}, seed {seed}") from error
+        shutil.rmtree(copy)
+
+
+def test_a_flip_in_the_index_never_gives_wrong_bytes(closed, folder, monkeypatch):
+    monkeypatch.setattr(index, "BUSY_SECONDS", 0.2)
+    flip_index(closed, folder, 30, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4))
+def test_many_flips_in_the_index_never_give_wrong_bytes(closed, folder, monkeypatch, seed):
+    monkeypatch.setattr(index, "BUSY_SECONDS", 0.2)
+    flip_index(closed, folder, 500, 100 + seed)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.4, 0.9])
+def test_a_shortened_index_is_made_again(closed, folder, share):
+    copy = copied(closed, folder / "root")
+    os.truncate(copy / "index.sqlite", int(share * (copy / "index.sqlite").stat().st_size))
+    assert check_root(copy, VERSIONS) == OBJECTS - 1
+
+
+def test_a_lost_index_is_made_again(folder):
+    key = b"k" * 32
+    store = filled(folder / "root", key=key)
+    part = f"{7:032x}/"
+    store.put([(part + "kv", Encoded("chunk", {}, {})), (part + "p.1.2", Encoded("patch", {}, {}))])
+    store.put([(part + "e", Encoded("entry", {}, {})), (part + "e.v000000001", Encoded("entry", {}, {}))])
+    store.put([(name_of(3), object_of(3, 1))], expires=4e9)
+    rows = store.index.rows("SELECT tenant, name, kind, rank, file, size, expires FROM objects ORDER BY name")
+    usage = store.usage()
+    store.close()
+    for suffix in ("", "-wal", "-shm"):
+        (folder / "root" / f"index.sqlite{suffix}").unlink(missing_ok=True)
+    with contextlib.closing(opened(folder / "root", key=key)) as store:
+        again = store.index.rows("SELECT tenant, name, kind, rank, file, size, expires FROM objects ORDER BY name")
+        assert again == rows
+        assert store.usage() == usage
+        assert store.index.rebuilt == OBJECTS + 4
+        assert store.get(name_of(3), content_of) == (3, 1, list(range(3, 63)))
+        assert store.put_async(name_of(3), lambda: object_of(3, 2), 100).result()
+        assert store.get(name_of(3), content_of) == (3, 2, list(range(3, 63)))
+
+
+def test_of_two_files_of_a_name_a_new_index_takes_the_later(folder):
+    """The earlier one is what a crash left between the commit and the unlink."""
+    store = filled(folder / "root")
+    file = file_of(store, 3)
+    content = file.read_bytes()
+    store.put([(name_of(3), object_of(3, 1))])
+    file.write_bytes(content)
+    store.close()
+    (folder / "root" / "index.sqlite").unlink()
+    with contextlib.closing(opened(folder / "root")) as store:
+        assert store.get(name_of(3), content_of) == (3, 1, list(range(3, 63)))
+        os.utime(file, (1, 1))
+        store.index.collect()
+        assert not file.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"junk" * 1000])
+def test_files_of_others_among_the_objects_do_no_harm(folder, content):
+    store = filled(folder / "root")
+    store.close()
+    (folder / "root" / "data" / "00" / "foreign").write_bytes(content)
+    (folder / "root" / "data" / "00" / "folder").mkdir()
+    (folder / "root" / "index.sqlite").unlink()
+    with contextlib.closing(opened(folder / "root")) as store:
+        assert store.usage().count == OBJECTS
+        store.index.collect()
+        assert store.damaged() == []
+
+
+def test_a_damaged_log_loses_writes_but_shows_no_wrong_ones(folder):
+    """As far as SQLite's checksums of its log go: what follows the damage has not happened."""
+    store = filled(folder / "root")
+    store.put([(name_of(number), object_of(number, 1)) for number in range(10)])
+    chance, copy = random.Random(3), folder / "copy"
+    for _ in range(12):
+        shutil.copytree(folder / "root", copy)
+        data = (copy / "index.sqlite-wal").read_bytes()
+        (copy / "index.sqlite-wal").write_bytes(flipped(data, chance.randrange(len(data)), 3))
+        (copy / "index.sqlite-shm").unlink()
+        allowed: dict[int, set[int | None]] = {number: {1 if number < 10 else 0} for number in range(OBJECTS)}
+        check_root(copy, allowed)
+        shutil.rmtree(copy)
+    store.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- secret
+
+
+def test_each_byte_of_the_secret_may_be_damaged(folder):
+    root = folder / "root"
+    with contextlib.closing(Objects(root)) as store:
+        store.put([(name_of(1), object_of(1))])
+        secret, tenant = store.index.secret, store.tenant
+    data = (root / "secret").read_bytes()
+    for position in range(len(data)):
+        (root / "secret").write_bytes(flipped(data, position, position % 7))
+        with contextlib.closing(Objects(root)) as store:
+            assert (store.index.secret, store.tenant) == (secret, tenant)
+    assert len(data) > 100
+
+    for broken in (b"", data[: len(data) // 3], flipped(flipped(data, 20, 1), len(data) // 2 + 20, 1)):
+        (root / "secret").write_bytes(broken)
+        with pytest.raises(StoreCorruptError):
+            Objects(root)
+    (root / "secret").unlink()
+    with pytest.raises(StoreError):
+        Objects(root)  # no new secret, under which nothing would be found
+    (root / "secret").write_bytes(data)
+    with contextlib.closing(Objects(root)) as store:
+        assert store.get(name_of(1), content_of) == (1, 0, list(range(1, 61)))

@@ -1,0 +1,121 @@
+"""Processes that end while threads of the library work, each in a way of its own: `python ending.py COUNT`.
+
+It imports everything once and forks a process for each of COUNT ends, four at a time; no process that forks has touched
+a device. A process prints "at work" once its threads are, and ends at once. A line of JSON is printed for each: its
+case, its status, the one that is expected, and what it printed.
+"""
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import SessionError
+from tests.shared.window_oracle import tiny
+
+# Of compilations that take long nothing is said here.
+logging.getLogger("kvpatch_jax.utils.compiling").setLevel(logging.ERROR)
+
+SIDE_BY_SIDE = 4
+alive = []
+"""Keeps what a case made alive until the interpreter ends."""
+
+
+def forming() -> None:
+    """A session that is not closed, whose former compiles what the second chunk's patch takes."""
+    store = kvp.ChunkStore(tempfile.mkdtemp())
+    session = kvp.Session(tiny("gqa", buckets=None), store, rank=4)  # else it forms no patch without a certificate
+    looked, get = threading.Semaphore(0), store.get
+
+    def looking(*names: Any, **options: Any) -> Any:
+        looked.release()
+        return get(*names, **options)
+
+    store.get = looking
+    for length in (9, 11):
+        session.add(np.random.default_rng(length).integers(3, 40, length).tolist(), kind="chunk")
+    assert looked.acquire(timeout=60)
+    assert looked.acquire(timeout=60)
+    alive.append(session)
+
+
+def answering() -> None:
+    """Sessions that are not closed, with an answer that nobody reads before the end."""
+    atexit.register(read)  # before the library registers what ends its threads, and so run after that
+    sessions = kvp.Sessions(tiny("gqa", buckets=None), pages=64)
+    session = sessions.open()
+    session.add([5, 6, 7, 8, 9], kind="chunk")
+    alive.extend([sessions, session.ask([7, 11], steps=512, stop=())])
+
+
+def read() -> None:
+    try:
+        print(len(alive[-1].ids), "tokens were made")
+    except SessionError:
+        print("the answer was cut short")
+
+
+def error() -> None:
+    raise KeyError("the program's own")
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def child() -> None:
+    """A process that was forked off ends as well, before its parent does."""
+    if number := os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+    os._exit(0)
+
+
+CASES: dict[str, tuple[Callable[[], None], Callable[[], object], int]] = {
+    "end forming": (forming, int, 0),
+    "error forming": (forming, error, 1),
+    "end answering": (answering, int, 0),
+    "child forming": (forming, child, 0),
+    "leave forming": (forming, leave, 3),
+    "error answering": (answering, error, 1),
+    "leave answering": (answering, leave, 3),
+}
+"""What is at work, how the process ends then (`int` does nothing), and the status that it is to end with."""
+
+
+def main(count: int) -> str | None:
+    """Forks for every end; returns the case that a forked process is to run."""
+    for batch in itertools.batched(itertools.islice(itertools.cycle(CASES), count), SIDE_BY_SIDE):
+        children = []
+        for case in batch:
+            file, output = tempfile.mkstemp()
+            number = os.fork()
+            if not number:
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                return case
+            children.append((case, number, Path(output)))
+        for case, number, output in children:
+            status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+            result = {"case": case, "status": status, "expected": CASES[case][2], "printed": output.read_text()}
+            print(json.dumps(result), flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    if (chosen := main(int(sys.argv[1]))) is not None:
+        begin, end, _ = CASES[chosen]
+        begin()
+        print("at work", flush=True)
+        end()
