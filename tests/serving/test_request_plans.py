@@ -1,4 +1,4 @@
-"""Plans of requests: what the goal and the certificate allow, and the salt that a plan needs."""
+"""A plan claims only KV that is stored and readable, and only as much as its goal and the certificate allow."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 
@@ -14,7 +14,7 @@ from kvpatch_jax.cache import identity
 from kvpatch_jax.plan import FORWARD, Option
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, RequestOptions, StoreOptions, plan_request, segments_of
 from kvpatch_jax.serving.vllm.plan import PromptHistory
-from tests.plan.plan_cases import certificate
+from tests.shared.certificates import certificate
 
 ENDS = (8, 18, 24)
 SEGMENTS = segments_of("tiny", TOKENS, ends=ENDS)

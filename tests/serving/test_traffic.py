@@ -1,5 +1,9 @@
-"""Prompts that come again, grow, slide and change their order are stored and served with no client's help."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+"""Chunks and patches form from traffic, and serve the next prompts with the rows that their prefills left.
+
+Prompts come again, grow, slide and change their order, with no client's help.
+"""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import os
 from collections.abc import Mapping
@@ -7,11 +11,54 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from prompts import CERTIFIED, LEAD, PAGES, PATCHED, QUESTION, REMEMBER, SIZE, asked, assert_page, certify, points
-from serving_sides import served, sides_of
+from serving_sides import LAYOUT, report_of, rows_of_kv, served, sides_of, true_kv
 
+import kvpatch_jax as kvp
+from kvpatch_jax.core import EngineKV
 from kvpatch_jax.serving.vllm import admission
 from kvpatch_jax.store.memory import memory_of
+from tests.shared.certificates import certificate
+
+LEAD, SIZE = (901, 902, 903, 904), 5
+PAGES = [tuple(range(100 * page, 100 * page + SIZE)) for page in range(1, 9)]
+QUESTION = (7, 8)
+BLOCKS = tuple(range(3, 19))
+REMEMBER = {"reuse": "certified", "promise": "remember"}
+CERTIFIED = {"reuse": "certified"}
+PATCHED = {"reuse": "patched"}
+
+
+def tokens_of(pages):
+    return [*LEAD, *(token for page in pages for token in PAGES[page])]
+
+
+def asked(sides, name, pages, computed=0, salt=None, **options):
+    """Sends a prompt as agents do, a lead, some pages and a question; returns the answer and its report."""
+    ends = [len(LEAD) + SIZE * count for count in range(len(pages) + 1)]
+    tokens = [*tokens_of(pages), *QUESTION]
+    answer = served(sides, name, {"segments": ends, **options}, tokens, BLOCKS, computed, salt=salt)
+    assert not answer.failed
+    return answer, report_of(sides, answer)
+
+
+def assert_page(answer, index, pages, place):
+    """Asserts that a page of an answer has the rows that a prefill of these pages left at a place, rotated to here."""
+    begin, source = (len(LEAD) + SIZE * number for number in (index, place))
+    kv = {name: value[:, source : source + SIZE] for name, value in true_kv(tokens_of(pages)).items()}
+    local = np.arange(SIZE, dtype=np.float32)
+    free = kvp.to_phase_free(LAYOUT, EngineKV(kv), local, source)
+    expected = rows_of_kv(kvp.to_engine(LAYOUT, dict(free), local, begin))
+    np.testing.assert_allclose(answer.loaded[:, begin : begin + SIZE], expected, rtol=3e-4, atol=3e-4)
+
+
+def points(report):
+    return [point for point, _ in report["served"]]
+
+
+def certify(sides, **bounds):
+    """Bounds points in nats, such as `near=0.04`, behind any number of chunks; survivors after up to 8 slides."""
+    losses = {(point, 8 if point == "survivor" else 0): [kl] * 8 for point, kl in bounds.items()}
+    sides.scheduler.certificate = certificate(losses, backbone="tiny")
 
 
 class Scene(NamedTuple):
@@ -111,7 +158,7 @@ def test_pages_have_the_rows_of_the_prefills_that_they_come_from(sides):
         assert_page(answer, index, pages, place)
     assert not answer.orders.saves or not answer.orders.saves[0].prefills, "nothing is formed behind approximate chunks"
     tokens = [*PAGES[7], *PAGES[0], *PAGES[1], *QUESTION]
-    answer = served(sides, "other lead", {"segments": [5, 10, 15], **PATCHED}, tokens, tuple(range(3, 19)))
+    answer = served(sides, "other lead", {"segments": [5, 10, 15], **PATCHED}, tokens, BLOCKS)
     assert answer.count == 0
 
 
@@ -163,7 +210,7 @@ def test_a_request_that_the_engine_has_keeps_its_salt(sides):
 
 def test_patches_are_formed_when_their_antecedent_comes_again(tmp_path):
     with sides_of(tmp_path, store_after=2) as sides:
-        served(sides, "alone", {"segments": [SIZE]}, [*PAGES[1], *QUESTION], tuple(range(3, 19)))
+        served(sides, "alone", {"segments": [SIZE]}, [*PAGES[1], *QUESTION], BLOCKS)
         asked(sides, "base", [2, 1])
         assert sides.worker.former.counts["prefills"] == 2
         for times in (1, 2, 3):
@@ -176,7 +223,7 @@ def test_exact_requests_store_few_histories_of_a_chunk_until_one_comes_again(tmp
     with sides_of(tmp_path, store_after=2) as sides:
         for number in (*range(10), 9):
             tokens = [*LEAD, *[1000 + number] * SIZE, *PAGES[0], *QUESTION]
-            served(sides, f"{number}", {"segments": [4, 9, 14]}, tokens, tuple(range(3, 19)))
+            served(sides, f"{number}", {"segments": [4, 9, 14]}, tokens, BLOCKS)
             stored.append(sides.worker.former.counts["prefills"])
     assert stored[-2:] == [10 + 8, 10 + 9], "each neighbour, the page behind eight of them, and where it came again"
 
