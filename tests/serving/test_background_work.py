@@ -1,27 +1,21 @@
 """An engine's thread waits for no store: threads read and form in the background, within limits of time and memory."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
-import functools
 import gc
-import subprocess
-import sys
 import threading
 import time
-import weakref
 
 import jax
 import pytest
 from serving_sides import LAYOUT, TOKENS, matched_of, output_of, report_of, request_of, served, sides_of
 
-from kvpatch_jax.plan import choose
-from kvpatch_jax.serving.vllm import plan, segments_of
+from kvpatch_jax.serving.vllm import segments_of
 from kvpatch_jax.serving.vllm.config import PATIENCE
 from kvpatch_jax.serving.vllm.messages import SaveCommand, StepCommands
 from kvpatch_jax.serving.vllm.prefetch import Prefetcher
 from kvpatch_jax.serving.vllm.scheduler_side import AHEAD, READERS
 from kvpatch_jax.serving.vllm.stores import Stores
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.window import StoredPrefills
 
 LEADING = {"kvpatch": {"segments": [8]}}
 PATCHED = {"kvpatch": {"segments": [8, 18], "reuse": "patched"}}
@@ -41,6 +35,11 @@ def scheduler(sides):
 @pytest.fixture
 def gate(scheduler, hang):
     return hang(ChunkStore, "get")
+
+
+@pytest.fixture
+def writing(hang):
+    return hang(ChunkStore, "put")
 
 
 def added(scheduler, name, params=LEADING, **changes):
@@ -157,14 +156,6 @@ def test_a_preempted_request_is_read_and_salted_again(sides, scheduler):
     assert report["why"] == "chunk 1 of 2 is not stored"
 
 
-def test_failed_blocks_of_an_earlier_allocation_do_not_fail_a_request(scheduler):
-    request = placed(scheduler, "name", LEADING)
-    assert scheduler.match(request, 8) == 0
-    scheduler.order_load(request, (7, 8), 0)
-    scheduler.mark_failed({0, 1})
-    assert not scheduler.finish(request)["kvpatch"]["failed"]
-
-
 def test_a_request_that_ends_before_it_is_placed_is_served_nothing(scheduler, gate):
     early = added(scheduler, "early", PATCHED)
     assert scheduler.finish(early)["kvpatch"]["matched"] == 0
@@ -177,35 +168,12 @@ def test_a_request_that_ends_before_it_is_placed_is_served_nothing(scheduler, ga
     assert (early.cache_salt, scheduler.finish(early)) == (None, None)
 
 
-def test_a_prompt_of_damaged_chunks_is_planned_twice_not_once_for_each(sides, monkeypatch):
-    """Choosing anew after each one would take a time that grows with the cube of their number."""
-    ends, choices = list(range(4, 29, 4)), []
-    served(sides, "prompt", {"segments": ends})
-    for begin in ends[:-1]:
-        served(sides, f"from {begin}", {"segments": [4]}, TOKENS[begin:])
-    monkeypatch.setattr(StoredPrefills, "get", lambda *_: None)
-    monkeypatch.setattr(
-        plan, "choose", lambda *args, **options: choices.append(choose(*args, **options)) or choices[-1]
-    )
-    answer = served(sides, "damaged", {"segments": ends, "reuse": "blind"})
-    assert [option.point for option in choices[0].options] == ["leading"] + ["restored"] * 6
-    assert [point for point, _ in report_of(sides, answer)["served"]] == ["leading"] + ["bare"] * 6
-    assert len(choices) == 2
-
-
 # ------------------------------------------------------------------------------------------------------------- threads
 
 
-@pytest.fixture
-def reading():
-    """One thread that reads, for at most two requests in memory, with a short patience."""
-    prefetcher = Prefetcher(1, 2, 0.05)
-    yield prefetcher
-    prefetcher.close()
-
-
-def test_a_request_expires_while_others_hold_every_place(reading, wait_until):
+def test_a_request_expires_while_others_hold_every_place(wait_until):
     """Results are taken in the order of arrival; the patience counts from the request's arrival."""
+    reading = Prefetcher(threads=1, limit=2, patience=0.05)
     reading.add("a", lambda: "a")
     reading.add("b", lambda: 1 / 0)
     wait_until(lambda: reading.ready() == ["a", "b"])
@@ -222,23 +190,7 @@ def test_a_request_expires_while_others_hold_every_place(reading, wait_until):
     reading.add("fourth", lambda: "fourth")
     wait_until(lambda: reading.is_ready("fourth"))
     assert reading.take("fourth") == "fourth"
-
-
-def test_released_requests_leave_memory_while_all_threads_hang(reading, wait_until):
-    """They expire at once, and do not wait for the store to answer."""
-    hang, reads = threading.Event(), [functools.partial(int) for _ in range(50)]
-    reading.add("hangs", lambda: hang.wait(60))
-    wait_until(lambda: reading.stuck)
-    references = [weakref.ref(read) for read in reads]
-    while reads:
-        reading.add("name", reads.pop())
-        with pytest.raises(TimeoutError):
-            reading.take("name")
-        reading.release("name")
-    gc.collect()
-    assert not [reference for reference in references if reference() is not None]
-    hang.set()
-    wait_until(lambda: not reading.stuck)
+    reading.close()
 
 
 def test_the_newer_of_two_requests_with_one_id_wins(wait_until):
@@ -257,42 +209,7 @@ def test_the_newer_of_two_requests_with_one_id_wins(wait_until):
     reading.close()
 
 
-PROGRAM = """
-import threading
-from types import SimpleNamespace
-import numpy as np
-import kvpatch_jax as kvp
-from kvpatch_jax.serving.vllm import PromptSegment
-from kvpatch_jax.serving.vllm.forming import ChunkFormer, FormingTask
-from kvpatch_jax.serving.vllm.prefetch import Prefetcher
-prefetcher, reading, writing = Prefetcher(2, 8, 60.0), threading.Event(), threading.Event()
-hang = lambda event: (event.set(), threading.Event().wait())
-prefetcher.add("name", lambda: hang(reading))
-layout = kvp.KVLayout.gqa(2, 1, 64, kvp.Rope(1e4, 64))
-former = ChunkFormer(SimpleNamespace(of=lambda tenant: hang(writing)), layout, 4, patience=0.1)
-for name in "ab":
-    former.add([FormingTask("t", PromptSegment(name, 0, 4), (), np.arange(4))], lambda segment: {}, 1)
-reading.wait()
-writing.wait()
-print("at the end")
-"""
-
-
-@pytest.mark.nightly
-def test_a_process_exits_while_a_read_and_a_write_hang():
-    """What was not begun is dropped, and what is running is waited for no longer than the patience."""
-    process = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
-    assert (process.returncode, process.stdout) == (0, "at the end\n")
-    warnings = [line.split(" still runs")[0] for line in process.stderr.splitlines()]
-    assert warnings == ["kvpatch: thread 'kvpatch-ahead-1'", "kvpatch: thread 'chunk-former'"]
-
-
 # ------------------------------------------------------------------------------------------------------------- forming
-
-
-@pytest.fixture
-def writing(hang):
-    return hang(ChunkStore, "put")
 
 
 def save(sides, end, first=0, blocks=BLOCKS):

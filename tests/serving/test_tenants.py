@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import os
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -75,15 +74,6 @@ def test_both_sides_share_stores_until_the_last_one_closes(opened):
     assert second.close()
     assert store.objects.closed
     assert opened().of("acme") is not store
-
-
-def test_a_store_that_hangs_closes_in_time(opened, monkeypatch):
-    side, hangs = opened(), threading.Event()
-    stuck, other = side.of("stuck"), side.of("other")
-    monkeypatch.setattr(stuck, "close", lambda: hangs.wait(60))
-    assert side.close(0.2) is False
-    assert other.objects.closed, "the others are closed all the same"
-    hangs.set()
 
 
 def test_no_more_stores_stay_open_than_the_limit_however_many_tenants_there_are(opened, monkeypatch, wait_until):
@@ -271,10 +261,9 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize(("name", "values"), INVALID.items(), ids=list(INVALID))
-def test_invalid_settings_are_refused_by_name(unchecked, name, values):
-    setting, _, part = name.partition(".")
-    for value in values:
+def test_invalid_settings_are_refused_by_name(unchecked):
+    for name, value in [(name, value) for name, values in INVALID.items() for value in values]:
+        setting, _, part = name.partition(".")
         more = {"root": "s"} if setting == "store" else {}
         more |= {"reuse": "certified"} if part == "kl" else {}
         with pytest.raises(ConfigError, match=rf"^connector\.{re.escape(name)}: got .*; expected "):
@@ -315,17 +304,6 @@ def test_no_request_goes_beyond_the_operators_limits(unchecked):
 
 # ------------------------------------------------------------------------------------------------- secrets and remotes
 
-SECRETS = [{setting: f"{kind}{SECRET}"} for setting in ("key", "secret") for kind in ("", "env:", "file:")]
-SECRETS += [{"password": SECRET}, *({"remote": url} for url in (f"valkey://a%40{SECRET}@h/0", SECRET))]
-SECRETS += [{"remote": f"valkey://h/0?Password={SECRET}"}]
-
-
-def test_a_secret_that_is_written_out_is_refused_and_not_repeated(unchecked):
-    for setting in SECRETS:
-        with pytest.raises(ConfigError, match=r"never the \w+ itself|env:NAME|password") as raised:
-            config_of(store={"root": "s", **setting})
-        assert SECRET not in str(raised.value)
-
 
 def key_file(folder, content=KEY, mode=0o600) -> str:
     path = folder / "key"
@@ -345,26 +323,9 @@ def test_chunks_are_encrypted_with_the_key_of_a_private_file_or_a_variable(tmp_p
         opened(key="env:KVPATCH_KEY", memory=1).canonical("default", "chunk")
 
 
-def test_a_key_that_is_missing_short_or_open_to_others_is_refused_and_not_repeated(tmp_path, opened):
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    for place, why in (
-        (f"file:{tmp_path}/missing", "No such file"),
-        (f"file:{tmp_path}/pipe", "no regular file"),
-        ("env:KVPATCH_ABSENT", "no environment variable KVPATCH_ABSENT"),
-        ((KEY, 0o640), "mode 640"),
-        ((KEY, 0o604), "mode 604"),
-        ((KEY[: MIN_KEY_BYTES - 1], 0o600), f"{MIN_KEY_BYTES - 1} bytes"),
-        ((KEY * 2000, 0o600), "more than"),
-    ):
-        place = place if isinstance(place, str) else key_file(tmp_path, *place)
-        for setting in ("key", "secret"):
-            with pytest.raises(ConfigError, match=rf"^connector\.store\.{setting}: got .*({why})") as raised:
-                opened(**{setting: place})
-            assert SECRET[:16] not in f"{raised.value} {raised.value.__cause__!r}"
-
-
-def test_engines_of_one_secret_share_a_remote_store(tmp_path, opened, monkeypatch):
+def test_engines_of_one_secret_share_a_remote_store_and_an_unreachable_one_is_a_miss(tmp_path, opened, monkeypatch):
     monkeypatch.setenv("KVPATCH_SECRET", "another secret of the names, of 32 bytes")
+    monkeypatch.setenv("KVPATCH_REMOTE", "valkey://:hunter2@127.0.0.1:1/0")
     shared = {"remote": f"file://{tmp_path}/remote", "secret": key_file(tmp_path)}
     first = opened(folder="one", **shared).of("default")
     first.put(chunk_of())
@@ -372,16 +333,29 @@ def test_engines_of_one_secret_share_a_remote_store(tmp_path, opened, monkeypatc
     assert opened(folder="two", **shared).canonical("default", "chunk") is not None
     third = opened(folder="three", **shared | {"secret": "env:KVPATCH_SECRET"})
     assert third.canonical("default", "chunk") is None
+    assert opened(folder="four", remote="env:KVPATCH_REMOTE").canonical("default", "absent") is None
 
 
-def test_a_remote_store_that_is_unreachable_is_a_miss_and_one_that_is_invalid_is_refused(opened, monkeypatch, tmp_path):
-    monkeypatch.setenv("KVPATCH_REMOTE", "valkey://:hunter2@127.0.0.1:1/0")
-    side = opened(remote="env:KVPATCH_REMOTE")
-    assert side.canonical("default", "absent") is None
-    side.of("default").put(chunk_of())
-    assert side.canonical("default", "chunk") is not None, "from its own disk"
-
+def test_invalid_keys_secrets_and_remotes_are_refused_and_not_repeated(tmp_path, opened, monkeypatch, unchecked):
+    """Missing, written out, short, open to others, or of another kind."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "file").write_text("")
+    for place, why in (
+        *(((f"{kind}{SECRET}"), r"never the \w+ itself|env:NAME|password") for kind in ("", "env:", "file:")),
+        *((f"file:{tmp_path}/missing", "No such file"), (f"file:{tmp_path}/pipe", "no regular file")),
+        ("env:KVPATCH_ABSENT", "no environment variable KVPATCH_ABSENT"),
+        *(((KEY, 0o640), "mode 640"), ((KEY, 0o604), "mode 604"), ((KEY * 2000, 0o600), "more than")),
+        ((KEY[: MIN_KEY_BYTES - 1], 0o600), f"{MIN_KEY_BYTES - 1} bytes"),
+    ):
+        place = place if isinstance(place, str) else key_file(tmp_path, *place)
+        for setting in ("key", "secret"):
+            with pytest.raises(ConfigError, match=rf"(?s)^connector\.store\.{setting}: .*({why})") as raised:
+                opened(**{setting: place})
+            assert SECRET[:16] not in f"{raised.value} {raised.value.__cause__!r}"
+    for setting in ({"password": SECRET}, {"remote": SECRET}, {"remote": f"valkey://h/0?Password={SECRET}"}):
+        with pytest.raises(ConfigError, match=r"env:NAME|password") as raised:
+            opened(**setting)
+        assert SECRET not in str(raised.value)
     for url, expected in (
         *((url, "a URL") for url in ("nothing://host/0", f"file://{tmp_path}/file/below", "file://elsewhere/path")),
         ("env:KVPATCH_ABSENT", "one that is set"),
@@ -393,7 +367,8 @@ def test_a_remote_store_that_is_unreachable_is_a_miss_and_one_that_is_invalid_is
         raise StoreError("hunter2")
 
     monkeypatch.setattr(stores, "open_remote", fails)
+    monkeypatch.setenv("KVPATCH_REMOTE", "valkey://:hunter2@host/0")
     with pytest.raises(ConfigError, match="StoreError") as raised:
-        opened(remote="env:KVPATCH_REMOTE", folder="elsewhere")
+        opened(remote="env:KVPATCH_REMOTE")
     assert "hunter2" not in str(raised.value)
     assert raised.value.__cause__ is None
