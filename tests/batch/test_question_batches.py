@@ -77,10 +77,9 @@ def test_each_prefix_is_prefilled_once_and_answers_are_those_of_complete_prompts
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("buckets", [None, BUCKETS])
-def test_answers_of_a_hybrid_model_are_those_of_complete_prompts(buckets, tmp_path):
+def test_answers_of_a_hybrid_model_are_those_of_complete_prompts(tmp_path):
     """Questions of several lengths behind nothing, behind one image and behind more."""
-    backbone, draw = tiny("hybrid", buckets), np.random.default_rng(5)
+    backbone, draw = tiny("hybrid", BUCKETS), np.random.default_rng(5)
     first, second, third = (draw.integers(0, 256, (24, 24, 3), np.uint8) for _ in range(3))
     fronts = [[], [first], [first, second], [third, second, first]]
     questions = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
@@ -109,17 +108,6 @@ def test_answers_do_not_depend_on_the_shards_nor_on_the_first_size_of_the_pool(
     assert sum(map(len, prefixes)) == len(set().union(*prefixes)) == 4
     with pytest.raises(InputError, match="are missing, the first is"):
         read_answers(*[report.path for report in reports if report.items][1:])
-
-
-@pytest.mark.nightly
-def test_free_orders_share_what_they_can(backbone, items, tmp_path):
-    page, first, second = items[0].front[1], *items[1].front[::-1]
-    fronts, forwards = [[first, second, page], [page, first], [second, page, first], [page]], []
-    for order_free in (True, False):
-        questions = [BatchItem(front, [5], order_free=order_free, steps=1) for front in fronts]
-        forwards.append(answer_batch(backbone, None, questions, out=tmp_path / f"{order_free}.jsonl").forwards)
-    # Free: page, page first, page first second.
-    assert forwards == [3, 8]
 
 
 def test_a_store_saves_forwards_and_changes_no_answer(backbone, items, done, tmp_path):
