@@ -41,6 +41,7 @@ def test_a_written_trace_reads_back_equal(tmp_path):
     # A killed writer has begun a line.
     path = write(tmp_path / "cut.jsonl", HEADER, ADD, b'{"at": 1.5, "sess')
     assert [event.op for event in Trace.read(path).events] == ["add"]
+    assert len(Trace.read(write(tmp_path / "ended.jsonl", HEADER, ADD)).events) == 1, "its last line is complete"
 
 
 def test_lines_that_are_no_event_are_refused_by_their_number_and_files_that_are_no_trace(tmp_path, unchecked):
