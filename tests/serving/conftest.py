@@ -5,18 +5,20 @@ import time
 from typing import Any
 
 import pytest
-from serving_hooks import imported_connector
-from serving_sides import sides_of
 
 
 @pytest.fixture
 def sides(tmp_path):
+    from serving_sides import sides_of
+
     with sides_of(tmp_path) as sides:
         yield sides
 
 
 @pytest.fixture(scope="module")
 def connector():
+    from serving_hooks import imported_connector
+
     with imported_connector() as module:
         yield module
 

@@ -12,7 +12,6 @@ from serving_sides import LAYOUT, TOKENS, matched_of, output_of, report_of, requ
 from kvpatch_jax.serving.vllm import segments_of
 from kvpatch_jax.serving.vllm.config import PATIENCE
 from kvpatch_jax.serving.vllm.messages import SaveCommand, StepCommands
-from kvpatch_jax.serving.vllm.prefetch import Prefetcher
 from kvpatch_jax.serving.vllm.scheduler_side import AHEAD, READERS
 from kvpatch_jax.serving.vllm.stores import Stores
 from kvpatch_jax.store import ChunkStore
@@ -76,7 +75,7 @@ def test_a_store_that_hangs_costs_only_a_prefill(scheduler, gate, wait_until, mo
     """The first requests wait for the patience, later ones not at all; until the store answers again."""
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    hanging = [added(scheduler, str(number)) for number in range(READERS)]
+    hanging = [added(scheduler, str(number), PATCHED) for number in range(READERS)]
     wait_until(lambda: len(gate.threads) == READERS)
     now[0] += PATIENCE
     assert [matched_of(scheduler, request) for request in hanging] == [0] * READERS
@@ -166,47 +165,6 @@ def test_a_request_that_ends_before_it_is_placed_is_served_nothing(scheduler, ga
     assert (report["matched"], report["served"], report["exact"], report["kl"]) == (0, [], True, 0.0)
     assert scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
     assert (early.cache_salt, scheduler.finish(early)) == (None, None)
-
-
-# ------------------------------------------------------------------------------------------------------------- threads
-
-
-def test_a_request_expires_while_others_hold_every_place(wait_until):
-    """Results are taken in the order of arrival; the patience counts from the request's arrival."""
-    reading = Prefetcher(threads=1, limit=2, patience=0.05)
-    reading.add("a", lambda: "a")
-    reading.add("b", lambda: 1 / 0)
-    wait_until(lambda: reading.ready() == ["a", "b"])
-    reading.add("third", lambda: 1)
-    wait_until(lambda: "third" in reading.ready(0.01))
-    assert not reading.stuck, "no thread is at fault"
-    with pytest.raises(TimeoutError, match=r"no result within 0\.05 s"):
-        reading.take("third")
-    assert reading.take("a") == "a", "results are kept as long as need be"
-    with pytest.raises(ZeroDivisionError):
-        reading.take("b")
-    for name in ("a", "b", "third"):
-        reading.release(name)
-    reading.add("fourth", lambda: "fourth")
-    wait_until(lambda: reading.is_ready("fourth"))
-    assert reading.take("fourth") == "fourth"
-    reading.close()
-
-
-def test_the_newer_of_two_requests_with_one_id_wins(wait_until):
-    """Added again while the older one is read, which ends last."""
-    reading, begun, go = Prefetcher(2, 8, 60.0), threading.Event(), threading.Event()
-    reading.add("name", lambda: (begun.set(), go.wait(60), "old")[-1])
-    begun.wait(60)
-    reading.add("name", lambda: "new")
-    wait_until(lambda: reading.is_ready("name"))
-    go.set()
-    both = threading.Barrier(2)  # needs both threads, so the older read has ended
-    for name in "xy":
-        reading.add(name, lambda: both.wait(60))
-    wait_until(lambda: reading.is_ready("x") and reading.is_ready("y"))
-    assert reading.take("name") == "new"
-    reading.close()
 
 
 # ------------------------------------------------------------------------------------------------------------- forming

@@ -73,13 +73,6 @@ def test_nothing_is_kept_of_a_request_whatever_it_asks_for(engine, params):
     assert (side.take_promised(), side.reading) == (StepCommands(), (0, 0))
 
 
-def test_other_requests_are_served_after_hostile_ones(engine):
-    for params in HOSTILE:
-        answer = ask(engine, request_of("hostile", params))
-        assert (answer.count, answer.invalid, answer.salt, answer.report) == (0, set(), None, None)
-    assert_serves(engine)
-
-
 def test_requests_that_cannot_be_planned_are_left_unchanged(tmp_path):
     with sides_of(tmp_path, allow=["exact"]) as sides:
         for params, more in (

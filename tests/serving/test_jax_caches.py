@@ -149,8 +149,7 @@ def test_a_cache_on_explicit_axes_of_a_mesh_keeps_its_sharding():
 
 
 def test_slots_of_a_ring_continue_at_the_front():
-    axes = dataclasses.replace(CACHES["listed"], ring=True)
-    chunk = chunk_of(GQA)
+    axes, chunk = dataclasses.replace(CACHES["listed"], ring=True), chunk_of(GQA)
     written = place_in_cache(cache_of(axes), axes, kvp.Placed(chunk, None, 9), SLOTS - 2)
     value = np.asarray(kvp.apply_patch(chunk, None, 9)["v"])
     assert (rows_of(written, axes, 0)["v"][:, [22, 23, 0, 1, 2]] == value).all()

@@ -1,4 +1,4 @@
-"""What the engine's operators ask for is right: counts, events of exact blocks alone, and resets, in any order."""
+"""Operators get right signals: counts, events of exact blocks alone, and resets that leave nothing to serve."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 
@@ -13,10 +13,10 @@ import pytest
 from serving_hooks import ask, engine_of, stand_in
 from serving_sides import PAGE, TOKENS, matched_of, output_of, request_of, served
 
-from kvpatch_jax.serving.vllm import PromptSegment, events, segments_of
+from kvpatch_jax.serving.vllm import PromptSegment, segments_of
 from kvpatch_jax.serving.vllm.events import BlockEvents, BlocksRemoved, BlocksStored
 from kvpatch_jax.serving.vllm.messages import StepCommands
-from kvpatch_jax.serving.vllm.metrics import METRICS, PREFIX, reason_of
+from kvpatch_jax.serving.vllm.metrics import METRICS, PREFIX
 from tests.shared.dashboards import check_panels
 
 LEADING = {"kvpatch": {"segments": [8], "save": False}}
@@ -26,8 +26,7 @@ ENDINGS = {"counter": "_total", "gauge": ""}
 
 @pytest.fixture
 def engine(connector, tmp_path):
-    """An engine that publishes events, with two canonicals stored."""
-    with engine_of(connector, tmp_path, events=SimpleNamespace(enable_kv_cache_events=True)) as engine:
+    with engine_of(connector, tmp_path) as engine:
         yield engine
 
 
@@ -106,17 +105,6 @@ def test_what_a_router_could_not_use_is_not_announced(collected):
         collected.enabled = enabled
         collected.note_plan(request, None, steps)
         assert collected.take() == []
-
-
-def test_the_least_recently_planned_blocks_are_withdrawn_from_a_prompts_end(collected, monkeypatch):
-    monkeypatch.setattr(events, "MAX_ANNOUNCED", 3)
-    first, second = hashed(), hashed(tokens=TOKENS[1:])
-    for request in (first, second):
-        collected.note_plan(request, None, steps_of(8))
-    assert collected.take()[-1] == BlocksRemoved((first.block_hashes[1],))
-    collected.clear()
-    (removed,) = collected.take()
-    assert len(removed.hashes) == 3
 
 
 def test_blocks_of_exact_chunks_reach_the_engines_events(engine, kinds):
@@ -233,15 +221,3 @@ def test_the_dashboard_asks_for_the_metrics_that_exist_all_of_them_and_no_others
         labels.append(name)
     assert set(labels) == set(exported)
     check_panels(dashboard)
-
-
-def test_reasons_of_plans_and_refusals_have_words():
-    reasons = {
-        "chunk 2 of 3 is not stored behind those in front of it": "not_stored_exactly",
-        "chunk 2 of 3 is not certified within 0.02 nats: it has 9 tokens": "beyond_certificate",
-        "chunk 2 of 3 is not certified within 0.02 nats": "not_certified",
-        "kv_transfer_params.kvpatch.reuse: got 'blind', which the operator does not allow; expected": "not_allowed",
-        "cache_salt: got 201 characters": "invalid_request",
-        "an unknown text": "other",
-    }
-    assert {why: reason_of(why) for why in reasons} == reasons

@@ -96,6 +96,7 @@ SHORT = [*OPENER, *text(5)]
         ([*FIRST, *SHORT, *SECOND, *text(40, 2)], [59]),  # the short message is in the first chunk
         ([*SHORT, *SECOND, *SEPARATOR, 3], [71]),  # nothing is in front of it
         ([*FIRST, *[*SHORT, *text(5)] * 7, *OPENER, *text(40)], [52, 88, 136]),  # in threes; the seventh joins
+        ([*FIRST, *[*OPENER, *text(14)] * 4, *OPENER, *text(40)], [52, 84, 116]),  # in pairs, just long enough
         ([*FIRST, 3], [52]),  # a question may be short
         ([*FIRST, *SECOND, *OPENER, 3], [52]),  # the opening of the answer is part of the question
         (FIRST, []),  # no question would be left

@@ -82,12 +82,13 @@ def test_what_cannot_be_sampled_is_refused(backbone: Any, unchecked: None):
     with kvp.Session(backbone, lead=LEAD) as session:
         sampler = RolloutSampler(session)
         valid: dict[str, Any] = {"input_strings": PROMPTS, "max_generation_steps": 4}
-        for options, words in (
-            *(({"input_strings": []}, "got 0 prompts"), ({"multi_sampling": 0}, "multi_sampling 0")),
-            *(({"input_strings": 5}, "input_strings"), ({"images": image_of(1)}, "images"), ({"seed": "5"}, "seed")),
-        ):
+        cases: list[tuple[str, Any, str]] = [
+            *(("input_strings", [], "got 0 prompts"), ("multi_sampling", 0, "multi_sampling 0")),
+            *(("input_strings", 5, "input_strings"), ("images", image_of(1), "images"), ("seed", "5", "seed")),
+        ]
+        for name, value, words in cases:
             with pytest.raises(kvp.errors.InputError, match=words):
-                sampler(**valid | options)
+                sampler(**valid | {name: value})
         for ids in ([-1], [7, 10**6]):
             with pytest.raises(kvp.errors.InputError, match=r"log_probs\.ids: got"):
                 session.log_probs(PROMPTS[0], ids)

@@ -27,6 +27,6 @@ def certificate(losses: Mapping[Any, Any] | None = None, **fields: Any) -> Certi
     return Certificate(recommended=RankChoice(4, "invented"), **WORDS | NUMBERS | defaults | fields)
 
 
-def row(point: str, rank: int, others: int, kl: float, promise: str = "forget", **fields: Any) -> CertifiedLoss:
+def row(point: str, rank: int, others: int, kl: float, promise: Any = "forget", **fields: Any) -> CertifiedLoss:
     fields = {"kl": kl / 3, "kl_low": kl / 4, "kl_high": kl / 2, "eta": 0.5, "answers": 40} | SHARES | fields
     return CertifiedLoss(point, rank, others, promise, kl_bound=kl, **fields)
