@@ -2,31 +2,25 @@
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving_hooks import engine_of, imported_connector
-from serving_sides import sides_of
 
 
 @pytest.fixture
 def sides(tmp_path):
+    from serving_sides import sides_of
+
     with sides_of(tmp_path) as sides:
         yield sides
 
 
 @pytest.fixture(scope="module")
 def connector():
+    from serving_hooks import imported_connector
+
     with imported_connector() as module:
         yield module
-
-
-@pytest.fixture
-def engine(connector, tmp_path):
-    """An engine that publishes events, with two canonicals stored."""
-    with engine_of(connector, tmp_path, events=SimpleNamespace(enable_kv_cache_events=True)) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -82,14 +82,9 @@ def imported_connector():
 
 
 @contextlib.contextmanager
-def engine_of(connector, folder, checkpoint=None, events=None, **options):
-    """Both roles of the connector, as an engine makes them; a pool; and chunks that requests may be served.
-
-    Args:
-      checkpoint: directory that the weights come from; None: they are made up.
-      events: the engine's settings of events.
-    """
-    extra = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "allow": list(EVERYTHING), **options}
+def engine_of(connector, folder):
+    """Both roles of the connector, as an engine that publishes events makes them; a pool; and two canonicals stored."""
+    extra = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "allow": list(EVERYTHING)}
     spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(dtype="torch.float32"))
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config=extra),
@@ -98,10 +93,10 @@ def engine_of(connector, folder, checkpoint=None, events=None, **options):
             tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(UNSUPPORTED_SIZES, 1)
         ),
         cache_config=SimpleNamespace(block_size=PAGE),
-        kv_events_config=events,
-        load_config=SimpleNamespace(load_format="dummy" if checkpoint is None else "auto", download_dir=None),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+        load_config=SimpleNamespace(load_format="dummy", download_dir=None),
         model_config=SimpleNamespace(
-            model=str(checkpoint),
+            model="a model",
             dtype="torch.bfloat16",
             architectures=["LlamaForCausalLM"],
             hf_text_config=SimpleNamespace(to_dict=lambda: TEXT),

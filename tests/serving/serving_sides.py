@@ -49,12 +49,11 @@ class Pool:
     def prefill(self, name, tokens, blocks, begin=0):
         """Writes what a forward computes that has seen all in front: values depend on the whole prefix."""
         self.requests[name] = SimpleNamespace(mrope_positions=None)
-        kv = true_kv(tokens)
+        rows = rows_of_kv(true_kv(tokens))
         for layer in range(2):
             page = np.array(self.kv_caches[layer])
             for place in range(begin, len(tokens)):
-                row = np.concatenate([kv[channel][layer, place, 0] for channel in "kv"])
-                page[blocks[place // PAGE], place % PAGE, 0, 0] = row
+                page[blocks[place // PAGE], place % PAGE, 0, 0] = rows[layer, place]
             self.kv_caches[layer] = placed(page)
 
     def rows(self, blocks, begin, end):
@@ -72,6 +71,11 @@ def true_kv(tokens):
     free = dict(zip("kv", rows + 0.05 * prefix, strict=True))
     positions = np.arange(len(tokens), dtype=np.float32)
     return {name: np.asarray(value) for name, value in kvp.to_engine(LAYOUT, free, positions, 0).items()}
+
+
+def rows_of_kv(kv):
+    """Returns KV as a pool has it, {channel: [L, T, 1, 64]} as [L, T, 128]."""
+    return np.concatenate([np.asarray(kv[channel])[:, :, 0] for channel in "kv"], axis=-1)
 
 
 @contextlib.contextmanager

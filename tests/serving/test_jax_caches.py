@@ -1,4 +1,4 @@
-"""A chunk that is placed in a cache of a JAX program is what the operator computes, in any order of axes."""
+"""KV moves into and out of the caches of other JAX programs bit for bit, in any order of their axes."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ CACHES = {
     "stacked": CacheAxes(GQA),
     "listed": CacheAxes(GQA, "B K T H"),
     "apart": CacheAxes(GQA, "T L B K H"),
-    "ahead": CacheAxes(GQA, "B L T K H"),
     "single": CacheAxes(GQA, "L K T H"),
     "latent": CacheAxes(MLA, "L B T H", ("latent", "rope_key")),
 }
@@ -83,9 +82,15 @@ def assert_equal(cache: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-@pytest.mark.parametrize("axes", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_placed_chunk_is_what_the_operator_computes_and_nothing_else_changes(axes: CacheAxes, rank: int):
+CASES = [("stacked", 4), ("listed", 0), ("latent", 4), ("apart", 0), ("single", 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [*CASES, *(pytest.param(name, 4 - rank, marks=pytest.mark.nightly) for name, rank in CASES)],
+)
+def test_a_placed_chunk_is_what_the_operator_computes_and_nothing_else_changes(name: str, rank: int):
+    axes = CACHES[name]
     cache, row, chunk = cache_of(axes), 1 if "B" in axes.letters else 0, chunk_of(axes.layout)
     conditioned = {name: value * 2 for name, value in chunk.kv.items()}
     patch = kvp.form_patch(chunk, conditioned, rank, ["legend"]) if rank else None
@@ -104,9 +109,10 @@ def test_a_placed_chunk_is_what_the_operator_computes_and_nothing_else_changes(a
     assert jax.tree.structure(written) == jax.tree.structure(cache)
 
     again = chunk_from_cache(written, axes, TOKENS, id="page", backbone="toy", slot=7, row=row, start=40)
-    for name, value in chunk.kv.items():
-        expected = np.asarray(conditioned[name] if rank else value, np.float32)
-        np.testing.assert_allclose(np.asarray(again.kv[name], np.float32), expected, atol=0.3)
+    for channel in axes.layout.channels:
+        read, value = np.asarray(again.kv[channel.name], np.float32), np.asarray(chunk.kv[channel.name], np.float32)
+        np.testing.assert_allclose(read, 2 * value if rank else value, atol=0.3)
+        assert rank or channel.rotates or (read == value).all()
     assert (again.length, again.span) == (TOKENS, TOKENS)
 
 
@@ -143,8 +149,7 @@ def test_a_cache_on_explicit_axes_of_a_mesh_keeps_its_sharding():
 
 
 def test_slots_of_a_ring_continue_at_the_front():
-    axes = dataclasses.replace(CACHES["listed"], ring=True)
-    chunk = chunk_of(GQA)
+    axes, chunk = dataclasses.replace(CACHES["listed"], ring=True), chunk_of(GQA)
     written = place_in_cache(cache_of(axes), axes, kvp.Placed(chunk, None, 9), SLOTS - 2)
     value = np.asarray(kvp.apply_patch(chunk, None, 9)["v"])
     assert (rows_of(written, axes, 0)["v"][:, [22, 23, 0, 1, 2]] == value).all()
@@ -158,10 +163,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
     quantised = {name: (value, cache[name][..., 0]) for name, value in small.items()}
     for error, message, arguments, slot, row in (
         (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), SLOTS - 4, 0),
-        (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), -1, 0),
         (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), 3.0, 0),
         (errors.InputError, "got row .* expected 0 to", (cache, axes, placed), 0, ROWS),
-        (errors.InputError, "got row .* expected 0 to", (cache, axes, placed), 0, None),
         (errors.LayoutError, "not quantised", (quantised, axes, placed), 0, 0),
         (errors.ShapeError, "int8", (small, axes, placed), 0, 0),
         (errors.ShapeError, r"cache\.k: got shape", (cache, CacheAxes(GQA, "L B K T H"), placed), 0, 0),

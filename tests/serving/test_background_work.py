@@ -1,29 +1,25 @@
-"""Chunks are read in the background: the engine's thread waits for no store, whatever that does."""
+"""An engine's thread waits for no store: threads read and form in the background, within limits of time and memory."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
-import errno
-import os
-import shutil
+import gc
 import threading
 import time
 
-import numpy as np
+import jax
 import pytest
-from serving_sides import TOKENS, matched_of, output_of, report_of, request_of, served, true_kv
+from serving_sides import LAYOUT, TOKENS, matched_of, output_of, report_of, request_of, served, sides_of
 
-from kvpatch_jax.errors import StoreError
-from kvpatch_jax.plan import choose
-from kvpatch_jax.serving.vllm import plan, segments_of
+from kvpatch_jax.serving.vllm import segments_of
 from kvpatch_jax.serving.vllm.config import PATIENCE
-from kvpatch_jax.serving.vllm.messages import StepCommands
+from kvpatch_jax.serving.vllm.messages import SaveCommand, StepCommands
 from kvpatch_jax.serving.vllm.scheduler_side import AHEAD, READERS
 from kvpatch_jax.serving.vllm.stores import Stores
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.window import StoredPrefills
 
 LEADING = {"kvpatch": {"segments": [8]}}
 PATCHED = {"kvpatch": {"segments": [8, 18], "reuse": "patched"}}
 BLOCKS = tuple(range(8))
+TOKEN_BYTES = LAYOUT.bytes_per_token("float32")
 
 
 @pytest.fixture
@@ -40,6 +36,11 @@ def gate(scheduler, hang):
     return hang(ChunkStore, "get")
 
 
+@pytest.fixture
+def writing(hang):
+    return hang(ChunkStore, "put")
+
+
 def added(scheduler, name, params=LEADING, **changes):
     request = request_of(name, params, **changes)
     scheduler.add_request(request)
@@ -52,6 +53,9 @@ def placed(scheduler, name, params=PATCHED):
     scheduler.order_load(request, BLOCKS, matched_of(scheduler, request))
     assert len(scheduler.build_commands(output_of({}, {}, {})).loads) == 1
     return request
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
 
 
 def test_other_requests_are_served_while_chunks_are_read(scheduler, gate):
@@ -71,7 +75,7 @@ def test_a_store_that_hangs_costs_only_a_prefill(scheduler, gate, wait_until, mo
     """The first requests wait for the patience, later ones not at all; until the store answers again."""
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    hanging = [added(scheduler, str(number)) for number in range(READERS)]
+    hanging = [added(scheduler, str(number), PATCHED) for number in range(READERS)]
     wait_until(lambda: len(gate.threads) == READERS)
     now[0] += PATIENCE
     assert [matched_of(scheduler, request) for request in hanging] == [0] * READERS
@@ -99,39 +103,6 @@ def test_the_number_of_requests_with_chunks_in_memory_is_limited(scheduler):
     assert matched_of(scheduler, requests[AHEAD + 1]) == 8
 
 
-@pytest.mark.parametrize(("read", "count", "counted"), [("canonical", 0, "unread"), ("has_patch", 8, "unsaved")])
-def test_whatever_reading_raises_costs_only_a_prefill_or_what_would_be_formed(
-    sides, scheduler, monkeypatch, read, count, counted
-):
-    def fails(*_):
-        raise StoreError("on purpose")
-
-    monkeypatch.setattr(Stores, read, fails)
-    assert served(sides, "request", {"segments": [8, 18]}).count == count
-    assert {kind: scheduler.counts[kind] for kind in ("unread", "unsaved")} == {"unread": 0, "unsaved": 0, counted: 1}
-
-
-@pytest.mark.parametrize("fault", ["the disk is full", "the directory is gone"])
-def test_a_store_that_fails_costs_no_answer(sides, scheduler, tmp_path, monkeypatch, fault):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "on purpose")
-
-    if fault == "the disk is full":
-        monkeypatch.setattr(os, "fsync", full)
-    else:
-        sides.worker.stores.of("default").flush()
-        shutil.rmtree(tmp_path / "store")
-    expected = np.concatenate([true_kv(TOKENS[4:])[name][:, :, 0] for name in "kv"], axis=-1)
-    for turn in range(3):
-        answer = served(sides, f"turn {turn}", {"segments": [8, 18]}, TOKENS[4:])
-        assert not answer.failed
-        np.testing.assert_allclose(answer.loaded[:, : answer.count], expected[:, : answer.count], rtol=1e-5, atol=1e-5)
-    sides.worker.former.flush()
-    # A directory that is gone may be made again by what is written next.
-    assert sides.worker.former.counts["failed"] > 0 or fault == "the directory is gone"
-    assert scheduler.reading == (0, 0)
-
-
 def test_the_engines_thread_accesses_no_store(sides, scheduler, monkeypatch):
     engine, calls = threading.current_thread(), []
     for name in ("of", "has_canonical", "canonical", "has_patch", "prefills"):
@@ -154,18 +125,6 @@ def test_the_engines_thread_accesses_no_store(sides, scheduler, monkeypatch):
     assert not [name for name, is_engine in calls if is_engine]
 
 
-def test_chunks_of_two_concurrent_requests_are_formed_once(sides):
-    requests = [added(sides.scheduler, name) for name in "ab"]
-    blocks = {"a": BLOCKS, "b": tuple(range(8, 16))}
-    for request in requests:
-        assert matched_of(sides.scheduler, request) == 0
-        sides.scheduler.order_load(request, blocks[request.request_id], 0)
-        sides.pool.prefill(request.request_id, TOKENS, blocks[request.request_id])
-    sides.worker.save(sides.scheduler.build_commands(output_of({"a": 30, "b": 30}, {"a": 0, "b": 0}, blocks)))
-    sides.worker.former.flush()
-    assert sides.worker.former.counts == {"canonicals": 1, "known": 1}
-
-
 def test_a_request_that_reads_no_cache_is_formed_and_not_served(scheduler):
     """Its prompt's log-probabilities are asked for, so that all of it is computed."""
     request = added(scheduler, "name", {"kvpatch": {"segments": [9]}}, skip_reading_prefix_cache=True)
@@ -176,9 +135,6 @@ def test_a_request_that_reads_no_cache_is_formed_and_not_served(scheduler):
     (save,) = scheduler.build_commands(output_of({"name": 30}, {"name": 0}, {"name": BLOCKS})).saves
     report = scheduler.finish(request)["kvpatch"]
     assert (save.wanted, report["served"], report["why"]) == ((0,), [], "the request reads no cache")
-
-
-# ------------------------------------------------------------------------------------- preempted and finished early
 
 
 def test_a_preempted_request_is_read_and_salted_again(sides, scheduler):
@@ -199,19 +155,11 @@ def test_a_preempted_request_is_read_and_salted_again(sides, scheduler):
     assert report["why"] == "chunk 1 of 2 is not stored"
 
 
-def test_failed_blocks_of_an_earlier_allocation_do_not_fail_a_request(scheduler):
-    request = placed(scheduler, "name", LEADING)
-    assert scheduler.match(request, 8) == 0
-    scheduler.order_load(request, (7, 8), 0)
-    scheduler.mark_failed({0, 1})
-    assert not scheduler.finish(request)["kvpatch"]["failed"]
-
-
 def test_a_request_that_ends_before_it_is_placed_is_served_nothing(scheduler, gate):
-    early, planned = added(scheduler, "early", PATCHED), request_of("planned", PATCHED)
+    early = added(scheduler, "early", PATCHED)
     assert scheduler.finish(early)["kvpatch"]["matched"] == 0
     gate.set()
-    scheduler.add_request(planned)
+    planned = added(scheduler, "planned", PATCHED)
     assert matched_of(scheduler, planned) == 18
     report = scheduler.finish(planned)["kvpatch"]
     assert (report["matched"], report["served"], report["exact"], report["kl"]) == (0, [], True, 0.0)
@@ -219,21 +167,71 @@ def test_a_request_that_ends_before_it_is_placed_is_served_nothing(scheduler, ga
     assert (early.cache_salt, scheduler.finish(early)) == (None, None)
 
 
-def test_a_prompt_of_damaged_chunks_is_planned_twice_not_once_for_each(sides, monkeypatch):
-    """Choosing anew after each one would take a time that grows with the cube of their number."""
-    ends, choices = list(range(4, 29, 4)), []
-    served(sides, "prompt", {"segments": ends})
-    for begin in ends[:-1]:
-        served(sides, f"from {begin}", {"segments": [4]}, TOKENS[begin:])
+# ------------------------------------------------------------------------------------------------------------- forming
 
-    def counted(*arguments, **options):
-        choices.append(choose(*arguments, **options))
-        return choices[-1]
 
-    monkeypatch.setattr(StoredPrefills, "get", lambda *_: None)
-    monkeypatch.setattr(plan, "choose", counted)
-    answer = served(sides, "damaged", {"segments": ends, "reuse": "blind"})
-    points = [point for point, _ in report_of(sides, answer)["served"]]
-    assert [option.point for option in choices[0].options] == ["leading"] + ["restored"] * 6
-    assert points == ["leading"] + ["bare"] * 6
-    assert len(choices) == 2
+def save(sides, end, first=0, blocks=BLOCKS):
+    """Saves the leading chunk of a prompt; returns the growth of the device's memory in bytes."""
+    tokens = [first, *TOKENS]
+    sides.pool.prefill(f"{first} {end}", tokens, BLOCKS)
+    command = SaveCommand(f"{first} {end}", "default", segments_of("tiny", tokens, ends=[end]), (0,), blocks)
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    sides.worker.save(StepCommands(saves=(command,)))
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays()) - before
+
+
+def test_waiting_prefills_hold_their_rows_within_the_budget(tmp_path, writing, wait_until):
+    """A chunk beyond it is not read, and can be formed from a later request."""
+    with sides_of(tmp_path, forming={"pending_bytes": 17 * TOKEN_BYTES}) as sides:
+        former = sides.worker.former
+        save(sides, 8)
+        wait_until(lambda: writing.threads)
+        assert save(sides, 9, 1) == 9 * TOKEN_BYTES
+        assert (save(sides, 9, 2), former.held_bytes) == (0, 17 * TOKEN_BYTES)
+        assert former.counts == {"over_budget": 1}
+        writing.set()
+        former.flush()
+        assert (former.counts, former.held_bytes) == ({"over_budget": 1, "canonicals": 2}, 0)
+        save(sides, 9, 2)
+        former.flush()
+        assert former.counts["canonicals"] == 3
+
+
+def test_closing_finishes_waiting_prefills_and_one_that_cannot_be_read_costs_one_chunk(sides):
+    save(sides, 8, blocks=(10**6, *range(1, 8)))  # a block of no pool
+    save(sides, 8)
+    save(sides, 9)
+    sides.worker.close()
+    assert (sides.worker.former.counts, sides.worker.former.held_bytes) == ({"failed": 1, "canonicals": 2}, 0)
+
+
+def test_closing_waits_no_longer_than_the_patience(tmp_path, writing, wait_until):
+    """While a write hangs, what was not begun is dropped; the queue is short, too."""
+    with sides_of(tmp_path, forming={"patience": 0.2, "pending": 1}, scheduling={"patience": 0.2}) as sides:
+        former = sides.worker.former
+        save(sides, 8)
+        wait_until(lambda: writing.threads)
+        save(sides, 9)
+        save(sides, 9, 1)
+        assert former.counts == {"dropped": 1}, "the queue is full"
+        sides.worker.close()
+        assert former.counts == {"dropped": 2}
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "chunk-former"]
+        writing.set()
+        thread.join(60)
+        assert former.counts["canonicals"] <= 1, "the second is not formed"
+        assert former.held_bytes == 0
+
+
+def test_chunks_of_two_concurrent_requests_are_formed_once(sides):
+    requests = [added(sides.scheduler, name) for name in "ab"]
+    blocks = {"a": BLOCKS, "b": tuple(range(8, 16))}
+    for request in requests:
+        assert matched_of(sides.scheduler, request) == 0
+        sides.scheduler.order_load(request, blocks[request.request_id], 0)
+        sides.pool.prefill(request.request_id, TOKENS, blocks[request.request_id])
+    sides.worker.save(sides.scheduler.build_commands(output_of({"a": 30, "b": 30}, {"a": 0, "b": 0}, blocks)))
+    sides.worker.former.flush()
+    assert sides.worker.former.counts == {"canonicals": 1, "known": 1}

@@ -1,14 +1,20 @@
-"""No exception leaves the connector's hooks, whatever a client sends and whatever fails. vllm is stood in for."""
+"""No failure of a store, a hook or a client's parameters fails a request: the engine prefills it, and serves others."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+
+import errno
+import os
+import shutil
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serving_hooks import BLOCKS, ask, engine_of
-from serving_sides import EVERYTHING, TOKENS, output_of, request_of, true_kv
+from serving_sides import EVERYTHING, TOKENS, matched_of, output_of, request_of, rows_of_kv, served, sides_of, true_kv
 
+from kvpatch_jax.errors import StoreError
 from kvpatch_jax.serving.vllm.messages import StepCommands
+from kvpatch_jax.serving.vllm.stores import Stores
 
 PLAN = {"kvpatch": {"segments": [8, 18], "reuse": "blind", "save": False}}
 
@@ -23,8 +29,7 @@ def assert_serves(engine):
     """Asserts that a leading chunk is served as a prefill computes it, and a request that asks for nothing is plain."""
     answer = ask(engine, request_of("leading", {"kvpatch": {"segments": [8], "save": False}}))
     assert (answer.count, answer.invalid) == (8, set())
-    expected = np.concatenate([true_kv(TOKENS)[name][:, :8, 0] for name in "kv"], axis=-1)
-    np.testing.assert_allclose(answer.loaded, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(answer.loaded, rows_of_kv(true_kv(TOKENS))[:, :8], rtol=1e-5, atol=1e-5)
     plain = ask(engine, request_of("plain", None))
     assert (plain.count, plain.report, plain.salt) == (0, None, None)
 
@@ -36,9 +41,9 @@ def nested(depth):
     return value
 
 
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(EVERYTHING)
-)
+# ------------------------------------------------------------------------------------------------------------- clients
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(EVERYTHING)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -51,8 +56,6 @@ PARTS = st.one_of(
     st.dictionaries(FIELDS, VALUES, max_size=4),
     st.fixed_dictionaries({"segments": ENDS}, optional={"reuse": st.sampled_from(EVERYTHING), "save": SCALARS}),
 )
-
-
 HOSTILE = [[], 10**30, {"kvpatch": []}, {"kvpatch": {"segments": [8], "reuse": nested(5000)}}]
 HOSTILE += [{"kvpatch": {"segments": [8], "agent": "x" * 10**6}}, {"kvpatch": {"segments": [8], "kl": 10**400}}]
 
@@ -70,12 +73,22 @@ def test_nothing_is_kept_of_a_request_whatever_it_asks_for(engine, params):
     assert (side.take_promised(), side.reading) == (StepCommands(), (0, 0))
 
 
-def test_other_requests_are_served_after_all_that(engine):
-    for params in HOSTILE:
-        answer = ask(engine, request_of("hostile", params))
-        assert (answer.count, answer.invalid, answer.salt, answer.report) == (0, set(), None, None)
-    assert_serves(engine)
+def test_requests_that_cannot_be_planned_are_left_unchanged(tmp_path):
+    with sides_of(tmp_path, allow=["exact"]) as sides:
+        for params, more in (
+            *((None, {}), ({"kvpatch": False}, {}), ({"kvpatch": {"segments": [30]}}, {})),
+            *(({"kvpatch": {}}, {"lora_request": object()}), ({"kvpatch": {}}, {"prompt_token_ids": None})),
+            ({"kvpatch": {"segments": [8], "reuse": "blind"}}, {}),
+        ):
+            request = request_of("name", params, **more)
+            sides.scheduler.add_request(request)
+            assert matched_of(sides.scheduler, request) == 0
+            assert (request.block_hashes, sides.scheduler.finish(request)) == (["early"], None)
+        assert sides.scheduler.build_commands(output_of({"name": 30}, {"name": 0}, {})) == StepCommands()
+        assert sides.scheduler.counts["refused"] == 2, "an end beyond the prompt, and a goal"
 
+
+# --------------------------------------------------------------------------------------------------------------- hooks
 
 HOOKS = {
     "add_request": "on_new_request",
@@ -152,3 +165,40 @@ def test_a_worker_fault_is_reported_by_its_blocks(connector, tmp_path, hook, mon
             assert_serves(engine)
         kind = f"{'start_load_kv' if hook == 'load' else 'wait_for_save'}: ZeroDivisionError"
         assert engine.worker.failures[kind] == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- stores
+
+
+@pytest.mark.parametrize(("read", "count", "counted"), [("canonical", 0, "unread"), ("has_patch", 8, "unsaved")])
+def test_whatever_reading_raises_costs_a_prefill_or_what_would_be_formed(sides, monkeypatch, read, count, counted):
+    def fails(*_):
+        raise StoreError("on purpose")
+
+    served(sides, "first", {"segments": [8]})
+    served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    monkeypatch.setattr(Stores, read, fails)
+    assert served(sides, "request", {"segments": [8, 18]}).count == count
+    counts = sides.scheduler.counts
+    assert {kind: counts[kind] for kind in ("unread", "unsaved")} == {"unread": 0, "unsaved": 0, counted: 1}
+
+
+@pytest.mark.parametrize("fault", ["the disk is full", "the directory is gone"])
+def test_a_store_that_fails_costs_no_answer(sides, tmp_path, monkeypatch, fault):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "on purpose")
+
+    served(sides, "first", {"segments": [8]})
+    if fault == "the disk is full":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        sides.worker.stores.of("default").flush()
+        shutil.rmtree(tmp_path / "store")
+    expected = rows_of_kv(true_kv(TOKENS[4:]))
+    for turn in range(3):
+        answer = served(sides, f"turn {turn}", {"segments": [8, 18]}, TOKENS[4:])
+        assert not answer.failed
+        np.testing.assert_allclose(answer.loaded[:, : answer.count], expected[:, : answer.count], rtol=1e-5, atol=1e-5)
+    # A directory that is gone may be made again by what is written next.
+    assert sides.worker.former.counts["failed"] > 0 or fault == "the directory is gone"
+    assert sides.scheduler.reading == (0, 0)

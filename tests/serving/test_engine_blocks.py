@@ -1,4 +1,7 @@
-"""A chunk that is served in place equals a prefill, and what cannot be placed is reported and computed."""
+"""The connector loads and saves exactly the blocks that an engine names, in every cache format that it supports.
+
+What cannot be placed, or does not fit the engine, is reported and computed.
+"""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import dataclasses
@@ -7,11 +10,21 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_sides import LAYOUT, PAGE, TOKENS, matched_of, output_of, report_of, request_of, served, sides_of, true_kv
+from serving_sides import LAYOUT, PAGE, TOKENS, report_of, rows_of_kv, served, sides_of, true_kv
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import identity
+from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, PromptSegment, segments_of
+from kvpatch_jax.serving.vllm.engine import (
+    TRIED,
+    UNSUPPORTED_SIZES,
+    check_groups,
+    check_model,
+    check_parallel,
+    check_versions,
+    layout_of,
+)
 from kvpatch_jax.serving.vllm.messages import ChunkPayload, LoadCommand, StepCommands
 from kvpatch_jax.serving.vllm.worker_side import WorkerSide
 from kvpatch_jax.store import PatchKey
@@ -19,6 +32,7 @@ from tests.shared.arrays import placed
 
 BOTH = {"segments": [8, 18]}
 PATCHED = {**BOTH, "reuse": "patched"}
+SCATTERED = (19, 0, 18, 1, 17, 2, 16, 15)
 FIRST, SECOND = segments_of("tiny", TOKENS, ends=[8, 18])
 
 
@@ -29,13 +43,16 @@ def form_both(sides):
     assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}
 
 
+# ------------------------------------------------------------------------------------------------------ placed, formed
+
+
 def test_chunks_formed_from_traffic_are_spliced_for_later_requests(sides):
     """A patch of full rank gives the KV of a prefill behind the chunk in front, in blocks of any order."""
     form_both(sides)
-    answer = served(sides, "again", PATCHED, blocks=(19, 0, 18, 1, 17, 2, 16, 15), computed=4)
+    answer = served(sides, "again", PATCHED, blocks=SCATTERED, computed=4)
     assert (answer.count, answer.failed) == (14, set())
     assert answer.request.block_hashes == [f"with {answer.request.cache_salt}"]
-    expected = np.concatenate([true_kv(TOKENS)[name][:, :, 0] for name in "kv"], axis=-1)
+    expected = rows_of_kv(true_kv(TOKENS))
     np.testing.assert_allclose(answer.loaded[:, 4:18], expected[:, 4:18], rtol=2e-4, atol=2e-4)
     assert not answer.loaded[:, :4].any(), "the engine had these"
     assert not answer.loaded[:, 18:].any()
@@ -50,7 +67,7 @@ def test_a_leading_chunk_of_a_bfloat16_pool_is_bit_equal_to_the_prefill(tmp_path
     with sides_of(tmp_path, jnp.bfloat16) as sides:
         form_both(sides)
         computed = sides.pool.rows(tuple(range(3, 11)), 0, 18)
-        answer = served(sides, "again", {"segments": [8]}, blocks=(19, 0, 18, 1, 17, 2, 16, 15))
+        answer = served(sides, "again", {"segments": [8]}, blocks=SCATTERED)
         assert (answer.count, answer.request.cache_salt) == (8, None)
         assert (answer.loaded[:, :8] == computed[:, :8]).all()
         patched = served(sides, "both", PATCHED, blocks=tuple(range(11, 19)))
@@ -58,7 +75,7 @@ def test_a_leading_chunk_of_a_bfloat16_pool_is_bit_equal_to_the_prefill(tmp_path
         np.testing.assert_allclose(np.float32(patched.loaded[:, 8:18]), np.float32(computed[:, 8:]), atol=0.03)
 
 
-def test_under_mrope_a_chunk_starts_at_the_engines_positions(tmp_path, caplog):
+def test_under_mrope_a_chunk_starts_at_the_engines_positions(tmp_path):
     """A text token, an image of 2 by 3 patches and a text token, behind five texts."""
     rope = kvp.Rope(1e4, 64, sections=(8, 12, 12), angles="float32")
     layout = kvp.KVLayout.gqa(2, 1, 64, rope)
@@ -80,14 +97,15 @@ def test_under_mrope_a_chunk_starts_at_the_engines_positions(tmp_path, caplog):
 
     assert load(5) == set()
     rows = np.concatenate([np.asarray(runner.kv_caches[layer])[None, 3:11, :, 0, 0] for layer in range(2)])
-    expected = kvp.to_engine(layout, kv, local, np.array([5, 5, 5]))
-    expected = np.concatenate([np.asarray(expected[name])[:, :, 0] for name in "kv"], axis=-1)
+    expected = rows_of_kv(kvp.to_engine(layout, kv, local, np.array([5, 5, 5])))
     np.testing.assert_allclose(rows.reshape(2, -1, 128)[:, 5:13], expected, rtol=2e-5, atol=2e-5)
-    assert load(4) == {4, 5}
-    assert "positions other than the engine's" in caplog.text
+    assert load(4) == {4, 5}, "the engine counts other positions there"
     runner.requests["name"].mrope_positions = None
     assert load(5) == {4, 5, 6}
     worker.close()
+
+
+# --------------------------------------------------------------------------------------------------- not placed, unfit
 
 
 def test_a_chunk_that_could_not_be_placed_is_reported_and_not_planned_again(sides):
@@ -95,62 +113,38 @@ def test_a_chunk_that_could_not_be_placed_is_reported_and_not_planned_again(side
     last = [*TOKENS[18:28], 7]
     for name, tokens, end in (("first", TOKENS, 8), ("second", TOKENS[8:], 10), ("third", last, 10)):
         served(sides, name, {"segments": [end]}, tokens)
-    whole = {"segments": [8, 18, 28], "reuse": "blind"}
-    answer = served(sides, "request", whole, lacking=2)
+    blind = {"segments": [8, 18, 28], "reuse": "blind"}
+    answer = served(sides, "request", blind, lacking=2)
     assert (answer.count, answer.failed) == (28, {7, 8, 9}), "from the block on in which the third chunk begins"
     assert sides.scheduler.match(answer.request, 0) == 0, "nothing is loaded for it any more"
     report = report_of(sides, answer)
     assert (report["matched"], report["failed"], report["exact"], report["kl"]) == (16, True, False, None)
     assert report["served"] == [["leading", 0], ["bare", 0]]
-    again = served(sides, "again", whole)
+    again = served(sides, "again", blind)
     assert (again.count, report_of(sides, again)["why"]) == (18, "chunk 3 of 3 is not stored")
 
 
-def test_nothing_is_formed_from_blocks_that_were_not_filled(sides):
-    answer = served(sides, "forms", {"segments": [8]}, TOKENS)
-    save = answer.orders.saves[0]._replace(request="other", blocks=(5, 6))
-    sides.worker.fail(StepCommands(lost=frozenset({5})))
-    sides.worker.save(StepCommands(saves=(save,)))
-    sides.worker.former.flush()
-    assert sides.worker.take_failed() == {5}
-    assert sides.worker.former.counts == {"canonicals": 1}
-
-
-def test_requests_that_cannot_be_planned_are_left_unchanged(tmp_path):
-    with sides_of(tmp_path, allow=["exact"]) as sides:
-        for params, more in (
-            *((None, {}), ({"kvpatch": False}, {}), ({"kvpatch": {"segments": [30]}}, {})),
-            *(({"kvpatch": {}}, {"lora_request": object()}), ({"kvpatch": {}}, {"prompt_token_ids": None})),
-            ({"kvpatch": {"segments": [8], "reuse": "blind"}}, {}),
-        ):
-            request = request_of("name", params, **more)
-            sides.scheduler.add_request(request)
-            assert matched_of(sides.scheduler, request) == 0
-            assert (request.block_hashes, sides.scheduler.finish(request)) == (["early"], None)
-        assert sides.scheduler.build_commands(output_of({"name": 30}, {"name": 0}, {})) == StepCommands()
-        assert sides.scheduler.counts["refused"] == 2, "an end beyond the prompt, and a goal"
-
-
-# ------------------------------------------------------------------------- stored chunks that do not fit the engine
-
-
 @pytest.mark.parametrize(
-    ("kv", "changes", "error"),
+    ("rows", "changes", "error"),
     [
-        (lambda rows: rows, {"layout": dataclasses.replace(LAYOUT, rope=kvp.Rope(5e5, 64))}, "LayoutError"),
-        (lambda rows: rows[:, :7], {"local": np.arange(7, dtype=np.float32), "length": 7}, "InputError"),
-        (lambda rows: rows, {"local": np.arange(8, dtype=np.float32) * 2, "span": 16}, "InputError"),
-        (lambda rows: rows.astype(jnp.bfloat16), {}, "ShapeError"),
+        (slice(None), {"layout": dataclasses.replace(LAYOUT, rope=kvp.Rope(5e5, 64))}, "LayoutError"),
+        (slice(7), {"local": np.arange(7, dtype=np.float32), "length": 7}, "InputError"),
+        (slice(None), {"local": np.arange(8, dtype=np.float32) * 2, "span": 16}, "InputError"),
+        (slice(None), {}, "ShapeError"),
     ],
+    ids=["another rope", "other tokens", "gaps", "another dtype"],
 )
-def test_chunks_that_do_not_fit_count_as_not_stored(sides, kv, changes, error):
+def test_chunks_that_do_not_fit_count_as_not_stored(sides, rows, changes, error):
     """Whatever another engine has put under this one's name and a chunk's id."""
     served(sides, "forms", {"segments": [8]})
     store = sides.worker.stores.of("default")
     chunk = store.get(FIRST.id, "tiny")
     store.delete(FIRST.id, "tiny")
-    rows = {name: kv(np.asarray(value)) for name, value in chunk.kv.items()}
-    store.put(dataclasses.replace(chunk, kv=rows, **changes))
+    kv = {
+        name: np.asarray(value)[:, rows].astype(np.float32 if changes else jnp.bfloat16)
+        for name, value in chunk.kv.items()
+    }
+    store.put(dataclasses.replace(chunk, kv=kv, **changes))
     answer = served(sides, "other", {"segments": [8], "save": False})
     assert (answer.count, answer.failed) == (0, set())
     assert sides.scheduler.counts[f"unfit: {error}"] == 1
@@ -163,11 +157,10 @@ def test_a_patch_of_another_canonical_counts_as_not_stored(sides):
     (patch,) = store.get_patches(key)
     store.delete(SECOND.id, "tiny")
     served(sides, "alone again", {"segments": [10]}, TOKENS[8:])
-    metadata = dataclasses.replace(
-        patch.metadata, chunk=dataclasses.replace(patch.metadata.chunk, places=patch.metadata.chunk.places[::-1])
-    )
+    formed = patch.metadata.chunk
+    metadata = dataclasses.replace(patch.metadata, chunk=dataclasses.replace(formed, places=formed.places[::-1]))
     store.put_patches([dataclasses.replace(patch, metadata=metadata)])
-    served(sides, "request", {**BOTH, "reuse": "patched", "save": False})
+    served(sides, "request", {**PATCHED, "save": False})
     assert sides.scheduler.counts["unfit: PatchMismatchError"] == 1
 
 
@@ -175,9 +168,85 @@ def test_kv_rotated_by_another_rope_becomes_no_patch(sides, caplog):
     """The lowest layer of a chunk behind another is its canonical's, however the rest is conditioned."""
     served(sides, "alone", {"segments": [10]}, TOKENS[8:])
     sides.worker.former.layout = dataclasses.replace(LAYOUT, rope=kvp.Rope(1e3, 64, angles="float32"))
-    served(sides, "whole", BOTH)
+    served(sides, "together", BOTH)
     assert sides.worker.former.counts == {"canonicals": 2, "failed": 1}
     assert "in the lowest layer" in caplog.text
     sides.worker.former.layout = LAYOUT
     served(sides, "again", BOTH)
     assert sides.worker.former.counts["patches"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+TEXT = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+MROPE = {"rope_type": "mrope", "mrope_section": [8, 12, 12], "rope_theta": 1e6}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA = ["LlamaForCausalLM"]
+
+
+def test_layouts_are_read_from_supported_configurations_only():
+    plain = layout_of({**TEXT, "rope_theta": 1e4}, LLAMA)
+    assert plain == kvp.KVLayout.gqa(2, 2, 64, kvp.Rope(1e4, 64, angles="float32"))
+    pictures = layout_of({**TEXT, "rope_parameters": MROPE}, ["Qwen2_5_VLForConditionalGeneration"])
+    assert pictures.rope.sections == (8, 12, 12)
+    scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
+    scaled = layout_of({**TEXT, "rope_theta": 5e5, "rope_scaling": scaling}, LLAMA)
+    # Llama 3.1's: the fastest stay, the slowest are an eighth.
+    stretched = kvp.Rope(5e5, 64).inverse_frequencies / scaled.rope.inverse_frequencies
+    np.testing.assert_allclose(stretched[[0, -1]], [1, 8])
+    for more, families in (
+        ({"rope_theta": 1e4, "rope_scaling": LLAMA3}, LLAMA),
+        ({"rope_theta": 1e4}, ["KimiVL"]),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}}, LLAMA),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, LLAMA),
+        ({}, LLAMA),
+    ):
+        with pytest.raises(ConfigError, match="connector"):
+            layout_of({**TEXT, **more}, families)
+
+
+def model_of(module):
+    return type("Model", (), {"__module__": module})()
+
+
+def groups_of(*kinds):
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds])
+
+
+def spread(executor="uni", strategy=None, **sizes):
+    """Asks whether an engine of these sizes is served: `strategy` as tpu-inference keeps it, or None."""
+    sizes = {"tensor_parallel_size": 8, **dict.fromkeys(UNSUPPORTED_SIZES, 1), **sizes}
+    mesh = None if strategy is None else SimpleNamespace(sharding_strategy=SimpleNamespace(**strategy))
+    check_parallel(SimpleNamespace(distributed_executor_backend=executor, **sizes), mesh)
+
+
+def test_engines_of_other_models_groups_or_parallelism_are_refused():
+    """tpu-inference runs vLLM's torch models too, whose angles are rounded otherwise, if it lacks its own."""
+    check_model(model_of("tpu_inference.models.jax.llama3"))
+    check_groups("a model", None)
+    check_groups("a model", groups_of("FullAttentionSpec"))
+    spread()
+    spread(strategy={"tensor_parallelism": 8, "data_parallelism": 1})
+    for words, check, arguments, sizes in (
+        (r"models\.vllm", check_model, (model_of("tpu_inference.models.vllm.vllm_model_wrapper"),), {}),
+        ("'a model' with 2 .*, MambaSpec;", check_groups, ("a model", groups_of("FullAttentionSpec", "MambaSpec")), {}),
+        *((f"{name}': 2", spread, (), {name: 2}) for name in UNSUPPORTED_SIZES),
+        ("{'data': 2}", spread, ("uni", {"tensor_parallelism": 2, "data": 2}), {}),
+        ("'ray'; expected 'uni'", spread, ("ray",), {}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check(*arguments, **sizes)
+    assert check_versions(dict(TRIED).get) == {}
+    assert check_versions({"vllm": "0.33.0", "jax": "0.11.2+cuda"}.get) == {"vllm": "0.33.0", "tpu-inference": "none"}
+
+
+def test_a_pool_of_another_format_is_refused(unchecked, tmp_path):
+    worker = WorkerSide(ConnectorConfig.read({"store": str(tmp_path), "backbone": "tiny"}), LAYOUT, PAGE)
+    for layers, shape, dtype, words in (
+        (1, (20, PAGE, 1, 1, 128), jnp.float32, "2 layers|1 layers"),
+        (2, (20, 8, 1, 1, 128), jnp.float32, "8 tokens"),
+        (2, (20, PAGE, 1, 4, 128), jnp.float8_e4m3fn, "float8_e4m3fn pages; expected 16 or 32 bits"),
+        (2, (20, PAGE, 2, 1, 128), jnp.float32, r"expected rows of \(1, 1, 128\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            worker.register(SimpleNamespace(kv_caches=[placed(np.zeros(shape), dtype)] * layers))

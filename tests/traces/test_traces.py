@@ -1,4 +1,4 @@
-"""Traces: what is written is read again, hostile files are refused by their line, recorders survive what goes wrong."""
+"""A recorded trace reads back as it was written, replays to the same windows, and refuses hostile lines by number."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import Event, Recorder, Trace
@@ -17,7 +16,6 @@ ADD = {"at": 0.5, "session": "a", "op": "add", "chunk": "one", "tokens": 3, "spa
 EVENTS = (
     Event(0, "a", "add", "system", text="Be brief.", kind="text", tokens=4, span=4),
     Event(0.5, "a", "add", "one", "digest", 3, 2, payload=("images/one.png",), order_free=True),
-    Event(0.5, "a", "add", "two", tokens=5, span=5, order_free=True),
     Event(1, "a", "ask", text="what?\u2028 wo? \U0001f600", steps=3),
     Event(1, "a", "reorder", order=("two", "one")),
     Event(2, "a", "fork", branch="a/left"),
@@ -27,7 +25,6 @@ EVENTS = (
     Event(3, "a", "insert", "four", tokens=2, span=2, before="three"),
     Event(3, "a", "evict", "two"),
     Event(4, "a/left", "close"),
-    Event(5, "b", "add", "one"),
 )
 
 
@@ -37,16 +34,18 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_a_written_trace_reads_back_equal(tmp_path):
-    trace = Trace(EVENTS, lead=2)
-    trace.write(tmp_path / "trace.jsonl")
+    Trace(EVENTS, lead=2).write(tmp_path / "trace.jsonl")
     again = Trace.read(tmp_path / "trace.jsonl")
     assert (again.events, again.lead, again.folder) == (EVENTS, 2, tmp_path)
     assert os.listdir(tmp_path) == ["trace.jsonl"]
+    # A killed writer has begun a line.
+    path = write(tmp_path / "cut.jsonl", HEADER, ADD, b'{"at": 1.5, "sess')
+    assert [event.op for event in Trace.read(path).events] == ["add"]
+    assert len(Trace.read(write(tmp_path / "ended.jsonl", HEADER, ADD)).events) == 1, "its last line is complete"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_lines_that_are_no_event_are_refused_by_their_number_and_files_that_are_no_trace(tmp_path, unchecked):
+    for line, message in (
         (ADD | {"at": -1.0}, "seconds, 0 or more"),
         (ADD | {"op": "explode"}, "op: got 'explode'"),
         (ADD | {"op": "insert"}, "got 'insert' without before"),
@@ -59,22 +58,12 @@ def test_a_written_trace_reads_back_equal(tmp_path):
         (ADD | {"more": 1}, "got 'add' with 'more'"),
         ({"at": 1, "session": "a"}, "op: got None"),
         (b"{\n", "JSON"),
-    ],
-)
-def test_lines_that_are_no_event_are_refused_by_their_number(tmp_path, unchecked, line, message):
-    with pytest.raises(InputError, match=f"line 3.*{message}"):
-        Trace.read(write(tmp_path / "t.jsonl", HEADER, ADD | {"chunk": "zero"}, line))
-
-
-def test_a_line_that_a_killed_writer_began_is_cut(tmp_path):
-    path = write(tmp_path / "t.jsonl", HEADER, ADD, b'{"at": 1.5, "sess')
-    assert [event.op for event in Trace.read(path).events] == ["add"]
-
-
-@pytest.mark.parametrize("header", [HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"lead": "x"}, b""])
-def test_files_that_are_no_trace_are_refused(tmp_path, header):
-    with pytest.raises(InputError, match="line 1"):
-        Trace.read(write(tmp_path / "t.jsonl", header, ADD))
+    ):
+        with pytest.raises(InputError, match=f"line 3.*{message}"):
+            Trace.read(write(tmp_path / "t.jsonl", HEADER, ADD | {"chunk": "zero"}, line))
+    for header in (HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"lead": "x"}, b""):
+        with pytest.raises(InputError, match="line 1"):
+            Trace.read(write(tmp_path / "t.jsonl", header, ADD))
     with pytest.raises(InputError, match="cannot be read"):
         Trace.read(tmp_path)
     with pytest.raises(InputError, match="cannot be written"):
@@ -86,21 +75,23 @@ def test_payloads_outside_of_the_folder_are_refused(tmp_path):
     (inside / "folder").mkdir(parents=True)
     (tmp_path / "secret.png").write_bytes(b"x")
     (inside / "link.png").symlink_to(tmp_path / "secret.png")
-    (inside / "own.png").write_bytes(b"y")
+    (inside / "page.png").write_bytes(b"y")
     event = lambda name: Event(0, "a", "add", "one", payload=(str(name),))
     trace = Trace((), folder=inside)
-    assert trace.payloads(event("own.png")) == (inside / "own.png",)
+    assert trace.payloads(event("page.png")) == (inside / "page.png",)
     for name in ("link.png", "none.png", "folder", "../secret.png", tmp_path / "secret.png"):
         with pytest.raises(InputError, match="expected a regular file below"):
             trace.payloads(event(name))
     with pytest.raises(InputError, match="folder: got None"):
-        Trace(()).payloads(event("own.png"))
+        Trace(()).payloads(event("page.png"))
 
 
 def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
+    from PIL import Image
+
     pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     Image.fromarray(pixels).save(tmp_path / "shot.png")
-    with Recorder(tmp_path / "t.jsonl") as recorder:
+    with Recorder(tmp_path / "t.jsonl", lead=2) as recorder:
         recorder(Event(99, "a", "add", "one", "c", 3, 3), [tmp_path / "shot.png"])
         recorder(Event(0, "a", "add", "two", "c", 3, 3), [pixels])
         assert len(Trace.read(tmp_path / "t.jsonl").events) == 2  # already there
@@ -108,6 +99,7 @@ def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
     recorder(Event(0, "a", "close"), [])  # after the recorder was closed
 
     trace = Trace.read(tmp_path / "t.jsonl")
+    assert (trace.lead, [event.op for event in trace.events]) == (2, ["add", "add", "ask"])
     times = [event.at for event in trace.events]
     assert times == sorted(times)
     assert times[-1] < 99  # its own clock
@@ -116,9 +108,26 @@ def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
     np.testing.assert_array_equal(np.asarray(Image.open(first)), pixels)
 
 
+def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked):
+    recorder = Recorder(tmp_path / "t.jsonl")
+    recorder(Event(0, "a", "add", "one"))
+    recorder(Event(0, "a", "add", "two"), [b"\x89PNG, but not really"])
+    recorder(Event(0, "a", "add", "three"))
+    with pytest.raises(InputError, match="ended early"):
+        recorder.close()
+    recorder.close()
+    assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl").events] == ["one"]
+    with pytest.raises(InputError, match="expected a new file"):
+        Recorder(tmp_path / "t.jsonl")
+    wrong: list[Any] = [-1, "2", 1.5]
+    for lead in wrong:
+        with pytest.raises(InputError, match=r"recorder.lead: got .*expected"):
+            Recorder(tmp_path / "none.jsonl", lead=lead)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
 @pytest.mark.nightly
 def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
-    """A real session: what the trace says of its windows is what they held."""
     from evals.loops.episodes import recorded_prompts
     from kvpatch_jax import Session
     from tests.shared.session_cases import QUESTION, image_of, reader
@@ -143,27 +152,3 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     prompts = list(recorded_prompts(Trace.read(tmp_path / "t.jsonl")))
     assert [[(piece.shown.content, piece.shown.tokens) for piece in prompt.pieces] for prompt in prompts] == windows
     assert [prompt.questions for prompt in prompts] == [(QUESTION,)] * 6
-
-
-def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked):
-    recorder = Recorder(tmp_path / "t.jsonl")
-    recorder(Event(0, "a", "add", "one"))
-    recorder(Event(0, "a", "add", "two"), [b"\x89PNG, but not really"])
-    recorder(Event(0, "a", "add", "three"))
-    with pytest.raises(InputError, match="ended early"):
-        recorder.close()
-    recorder.close()
-    assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl").events] == ["one"]
-    with pytest.raises(InputError, match="expected a new file"):
-        Recorder(tmp_path / "t.jsonl")
-
-
-def test_a_recorder_says_how_many_pieces_are_pinned(tmp_path, unchecked):
-    with Recorder(tmp_path / "two.jsonl", lead=2):
-        pass
-    assert Trace.read(tmp_path / "two.jsonl").lead == 2
-    wrong: list[Any] = [-1, "2", 1.5]
-    for lead in wrong:
-        with pytest.raises(InputError, match=r"recorder.lead: got .*expected"):
-            Recorder(tmp_path / "none.jsonl", lead=lead)
-    assert not (tmp_path / "none.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Plans of requests: what the goal and the certificate allow, and the salt that a plan needs."""
+"""A plan claims only KV that is stored and readable, and only as much as its goal and the certificate allow."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 
@@ -14,7 +14,7 @@ from kvpatch_jax.cache import identity
 from kvpatch_jax.plan import FORWARD, Option
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, RequestOptions, StoreOptions, plan_request, segments_of
 from kvpatch_jax.serving.vllm.plan import PromptHistory
-from tests.plan.plan_cases import certificate
+from tests.shared.certificates import certificate
 
 ENDS = (8, 18, 24)
 SEGMENTS = segments_of("tiny", TOKENS, ends=ENDS)
@@ -26,24 +26,25 @@ class Shelf:
     """Options of every chunk without a store; what is lacking is found out when it is read."""
 
     def __init__(self, *options, lacking=(), segments=SEGMENTS):
-        self.forwards = [FORWARD._replace(cost=own.end - own.begin) for own in segments]
+        self.forwards = [FORWARD._replace(cost=segment.end - segment.begin) for segment in segments]
         self.listed, self.lacking = options, set(lacking)
 
     def options(self, goal, promise):
         def options(index, chosen):
-            listed = [own for own in self.listed[index] if own.made not in self.lacking]
-            return [*listed, self.forwards[index]] if not (chosen and chosen[-1].is_forward) else [self.forwards[index]]
+            is_reached = not (chosen and chosen[-1].is_forward)
+            listed = [option for option in self.listed[index] if option.made not in self.lacking]
+            return [*listed, self.forwards[index]] if is_reached else [self.forwards[index]]
 
         return options
 
     def provide(self, chosen):
-        unread = [own.made for own in chosen if own.made.startswith("damaged") and own.made not in self.lacking]
+        unread = [made for _, made, *_ in chosen if made.startswith("damaged") and made not in self.lacking]
         self.lacking |= set(unread[:1])
         return not unread
 
 
-def option(point, rank=0, made=""):
-    return Option(point, made or f"{point} {rank}", ((point, rank),), rank)
+def option(point, rank=0, name=""):
+    return Option(point, name or f"{point} {rank}", ((point, rank),), rank)
 
 
 LEADING = Option("leading", identity(SEGMENTS[0].id))
@@ -55,12 +56,6 @@ SIGNED = certificate({("stored", 4): [0.01, 0.02, 0.03], ("bare", 0): [5.0] * 3}
 
 def planned(shelf=SHELF, signed=SIGNED, config=EVERYTHING, history=HISTORY, **options):
     return plan_request(history, shelf, config, RequestOptions(**options), signed)
-
-
-def test_exact_requests_get_exact_chunks_and_no_salt():
-    plan = planned()
-    assert plan.steps == (ChunkStep(SEGMENTS[0], "leading", LEADING.made),)
-    assert (plan.salt("tiny", None), plan.salt("tiny", "own")) == (None, "own")
 
 
 APPROXIMATE = Shelf([], [option("bare")], [])
@@ -116,7 +111,7 @@ def test_no_allowed_prefix_is_longer(data):
     kl = data.draw(st.floats(0.0, 1.0))
 
     def longest():
-        menus = [[("leading", 0)] * own + ways for own, ways in zip(exact, listed, strict=True)]
+        menus = [[("leading", 0)] * is_exact + ways for is_exact, ways in zip(exact, listed, strict=True)]
         for length in range(count, 0, -1):
             for served in itertools.product(*menus[:length]):
                 # What is exact inherits nothing; what the engine prefills does.
@@ -140,7 +135,10 @@ def test_no_allowed_prefix_is_longer(data):
         assert len(plan.steps) == longest()
 
 
-def test_different_approximate_plans_have_different_salts():
+def test_exact_plans_have_no_salt_and_approximate_ones_their_own():
+    exact = planned()
+    assert exact.steps == (ChunkStep(SEGMENTS[0], "leading", LEADING.made),)
+    assert (exact.salt("tiny", None), exact.salt("tiny", "acme")) == (None, "acme")
     stored = (Shelf([LEADING], [option("stored", 4, made)], []) for made in ("", "of another time"))
     plans = [planned(shelf, reuse="patched") for shelf in stored]
     plans += [planned(shelf, reuse="blind") for shelf in (SHELF, Shelf([LEADING], [option("bare")], []))]
@@ -152,7 +150,6 @@ def test_different_approximate_plans_have_different_salts():
     assert planned(reuse="blind").salt("tiny", None) in salts
 
 
-@pytest.mark.parametrize(("end", "matched", "kl"), [(24, 24, 5.0), (20, 20, 5.0), (12, 12, 5.0), (8, 8, 0.0)])
-def test_a_plan_that_was_cut_keeps_its_bound_while_anything_approximate_remains(end, matched, kl):
-    cut = planned(reuse="blind").cut(end)
-    assert (cut.matched, cut.kl) == (matched, kl)
+def test_a_plan_that_was_cut_keeps_its_bound_while_anything_approximate_remains():
+    cuts = [planned(reuse="blind").cut(end) for end in (24, 20, 12, 8)]
+    assert [(cut.matched, cut.kl) for cut in cuts] == [(24, 5.0), (20, 5.0), (12, 5.0), (8, 0.0)]

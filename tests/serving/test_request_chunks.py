@@ -1,4 +1,4 @@
-"""Chunks of prompts: where documents are cut, what is never cut, and what cannot change an id."""
+"""A document is cut into the same chunks, with the same ids, in every prompt and behind whatever precedes it."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import itertools
@@ -31,23 +31,18 @@ def ends_of(tokens, options=OPTIONS, **more):
     return [segment.end for segment in divided(tokens, options, **more)]
 
 
-def chunks_inside(tokens, begin, end, **more):
-    """Ids of the chunks within a range, and where they end from its begin."""
-    inside = [segment for segment in divided(tokens, **more) if begin <= segment.begin and segment.end <= end]
-    return [(segment.id, segment.end - begin) for segment in inside]
-
-
 @given(st.integers(64, 3000), seeds, st.integers(32, 1500), st.booleans())
 def test_a_document_has_the_same_chunks_behind_any_text_or_image(length, seed, before, opened):
     document = [*(OPENER if opened else []), *text(length, seed), *SEPARATOR]
-    alone = chunks_inside([*document, *QUESTION], 0, len(document))
-    assert alone[-1][1] == len(document), "its chunks are all of it"
+    alone = [(segment.id, segment.begin, segment.end) for segment in divided([*document, *QUESTION])]
+    alone = alone[: [end for *_, end in alone].index(len(document)) + 1]
 
     prefix = [*text(before, seed + 1), *([] if opened else SEPARATOR)]
     picture, features = [FRAME[0], *[PIXEL] * 20, FRAME[1]], [PromptFeature("cat", len(prefix) + 1, 20)]
     for front, images in ((prefix, []), ([*prefix, *picture], features)):
-        begin, tokens = len(front), [*front, *document, *QUESTION]
-        assert chunks_inside(tokens, begin, begin + len(document), features=images) == alone
+        segments, at = divided([*front, *document, *QUESTION], features=images), len(front)
+        behind = [(segment.id, segment.begin - at, segment.end - at) for segment in segments if segment.begin >= at]
+        assert behind[: len(alone)] == alone
 
 
 PARTS = st.one_of(
@@ -101,6 +96,7 @@ SHORT = [*OPENER, *text(5)]
         ([*FIRST, *SHORT, *SECOND, *text(40, 2)], [59]),  # the short message is in the first chunk
         ([*SHORT, *SECOND, *SEPARATOR, 3], [71]),  # nothing is in front of it
         ([*FIRST, *[*SHORT, *text(5)] * 7, *OPENER, *text(40)], [52, 88, 136]),  # in threes; the seventh joins
+        ([*FIRST, *[*OPENER, *text(14)] * 4, *OPENER, *text(40)], [52, 84, 116]),  # in pairs, just long enough
         ([*FIRST, 3], [52]),  # a question may be short
         ([*FIRST, *SECOND, *OPENER, 3], [52]),  # the opening of the answer is part of the question
         (FIRST, []),  # no question would be left

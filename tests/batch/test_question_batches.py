@@ -1,0 +1,322 @@
+"""A batch answers each question as if it were asked alone, in any shard and after any interruption."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import fcntl
+import functools
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
+from kvpatch_jax.errors import InputError, ReuseWarning, SessionError
+from kvpatch_jax.store import ChunkStore
+from tests.shared.window_oracle import BUCKETS, counting_of, span_of, tiny
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    return tiny("mrope", None)
+
+
+@pytest.fixture(scope="module")
+def items() -> list[BatchItem]:
+    """Six questions over three fronts of three images, two of which share a prefix; and one over nothing."""
+    draw = np.random.default_rng(3)
+    first, second, page = (draw.integers(0, 256, (40, 40, 3), np.uint8) for _ in range(3))
+    fronts, questions = [[first, page], [second, first], [first, second, page]], [[5, 6 + n % 2] for n in range(6)]
+    items = [BatchItem(fronts[place % 3], question, f"q{place}", steps=2) for place, question in enumerate(questions)]
+    return [*items, BatchItem([], questions[0], steps=1)]
+
+
+@pytest.fixture(scope="module")
+def done(backbone, items, tmp_path_factory):
+    """One run over all: its report and its lines, its file and the forwards of the backbone."""
+    counting = counting_of(backbone)
+    path = tmp_path_factory.mktemp("batch") / "answers.jsonl"
+    return answer_batch(counting, None, items, out=path, batch=2), read_answers(path), path, counting.forwards
+
+
+def expected_ids(backbone: Any, item: BatchItem) -> list[int]:
+    """The greedy answer to a complete prompt, prefilled in one forward."""
+    parts, start = [], 0
+    for content in (*item.front, item.question):
+        tokens = backbone.embed(**backbone.prepare([content]))
+        parts.append(tokens.shift(start))
+        start += span_of(tokens)
+    embeddings = jnp.concatenate([part.embeddings for part in parts], axis=1)
+    positions = np.concatenate([np.asarray(part.positions) for part in parts], axis=1)
+    ids = backbone.generate(Tokens(embeddings, positions), item.steps)[0].tolist()
+    return ids[: next((place for place, id in enumerate(ids) if id in backbone.stop_tokens), len(ids))]
+
+
+def check_answers(backbone: Any, items: list[BatchItem], lines: list[dict]) -> None:
+    for item, line in zip(items, lines, strict=True):
+        ids = expected_ids(backbone, item)
+        assert (line["id"], line["ids"], line["fidelity"]) == (item.id, ids, "exact")
+        assert line["answer"] == (backbone.text(ids) if backbone.tokenizer else None)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_each_prefix_is_prefilled_once_and_answers_are_those_of_complete_prompts(backbone, items, done):
+    report, lines, _, forwards = done
+    # first, first|page, first|second, first|second|page, second, second|first
+    assert report.forwards == forwards == 6
+    assert (report.items, report.answered, report.failed, report.before, report.hits) == (7, 7, 0, 0, 0)
+    check_answers(backbone, items, lines)
+
+
+@pytest.mark.nightly
+def test_answers_of_a_hybrid_model_are_those_of_complete_prompts(tmp_path):
+    """Questions of several lengths behind nothing, behind one image and behind more."""
+    backbone, draw = tiny("hybrid", BUCKETS), np.random.default_rng(5)
+    first, second, third = (draw.integers(0, 256, (24, 24, 3), np.uint8) for _ in range(3))
+    fronts = [[], [first], [first, second], [third, second, first]]
+    questions = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
+    items = [BatchItem(front, question, steps=4) for front in fronts for question in questions]
+    answer_batch(backbone, None, items, out=tmp_path / "a.jsonl", batch=2)
+    check_answers(backbone, items, read_answers(tmp_path / "a.jsonl"))
+
+
+def test_answers_do_not_depend_on_the_shards_nor_on_the_first_size_of_the_pool(
+    backbone, items, done, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys.modules["kvpatch_jax.batch.answer_batch"], "FIRST_PAGES", 1)
+    reports = []
+    for index in range(3):
+        reports.append(answer_batch(backbone, None, items, out=tmp_path / "a.jsonl", batch=2, shard=(index, 3)))
+    assert sum(report.items for report in reports) == len(items)
+    assert sorted(os.listdir(tmp_path)) == [f"a.{index:05d}-of-00003.jsonl" for index in range(3)]
+    paths = [report.path for report in reports]
+    assert read_answers(*paths) == done[1]
+
+    # Items with the same prefix, of which there are four, are in one shard.
+    prefixes = []
+    for path in paths:
+        indices = [json.loads(line)["item"] for line in path.read_bytes().splitlines()[1:]]
+        prefixes.append({None if index == 6 else index % 3 for index in indices})
+    assert sum(map(len, prefixes)) == len(set().union(*prefixes)) == 4
+    with pytest.raises(InputError, match="are missing, the first is"):
+        read_answers(*[report.path for report in reports if report.items][1:])
+
+
+def test_a_store_saves_forwards_and_changes_no_answer(backbone, items, done, tmp_path):
+    for name, forwards in (("a", 6), ("b", 0)):
+        with ChunkStore(tmp_path / "store") as store:
+            report = answer_batch(backbone, store, items, out=tmp_path / f"{name}.jsonl", batch=2)
+        assert (report.forwards, report.hits) == (forwards, 6 - forwards)
+        assert read_answers(tmp_path / f"{name}.jsonl") == done[1]
+
+
+def test_approximate_answers_are_labelled_audited_and_ended_beyond_the_goal(backbone, items, tmp_path):
+    """A store that has chunks only alone serves them blind."""
+    with ChunkStore(tmp_path / "store") as store:
+        for number, front in enumerate(items[1].front):
+            answer_batch(backbone, store, [BatchItem([front], [5], steps=1)], out=tmp_path / f"{number}.jsonl")
+        repeated, answers = [items[1]] * 5, []
+        for name, options in (("blind", {"kl": 9.0}), ("unaudited", {"audit": 0})):
+            path = tmp_path / f"{name}.jsonl"
+            report = answer_batch(backbone, store, repeated, out=path, reuse="blind", batch=2, **options)
+            assert (report.audits.answers, report.audits.skipped) == (3 if name == "blind" else 0, 0)
+            assert {line["fidelity"] for line in read_answers(path)} == {"approximate"}
+            answers.append([line["ids"] for line in read_answers(path)])
+        assert answers[0] == answers[1]
+
+        # Beyond the goal, with one answer in flight: the rest is served by prefills.
+        with pytest.warns(ReuseWarning, match="blind image pieces lose"):
+            strict = answer_batch(
+                backbone, store, repeated, out=tmp_path / "strict.jsonl", reuse="blind", kl=0.0, batch=1
+            )
+    assert strict.audits.answers == 1
+    lines = read_answers(tmp_path / "strict.jsonl")
+    assert [line["fidelity"] for line in lines] == ["approximate", *["exact"] * 4]
+    assert [line["ids"] for line in lines[1:]] == [expected_ids(backbone, items[1])] * 4
+
+
+# ------------------------------------------------------------------------------------------------------- interruptions
+
+
+def test_a_run_that_was_cut_anywhere_continues_after_its_lines(backbone, items, done, tmp_path):
+    _, lines, path, _ = done
+    content = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(content) if byte == 10]
+    for number, cut in enumerate([0, 40, ends[0] - 1, ends[0], ends[0] + 9, ends[3], len(content) - 1, len(content)]):
+        part = tmp_path / f"{number}.jsonl"
+        part.write_bytes(content[:cut])
+        again = answer_batch(backbone, None, items, out=part, batch=2)
+        complete = max(0, sum(end <= cut for end in ends) - 1)
+        assert (again.before, again.answered) == (complete, 7 - complete), cut
+        assert read_answers(part) == lines
+        assert part.read_bytes().startswith(content[:cut])
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C reaches Python, also where a shell's background job runs the tests, which ignores it from birth."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("moment", ["embed_padded 1", "embed_padded 6", "advance_answers 1", "append 1"])
+def test_after_an_interrupt_anywhere_the_same_call_continues(backbone, items, done, tmp_path, monkeypatch, moment):
+    """Ctrl-C while chunks are formed, while a question is answered, and while its line is being written."""
+    method, at = moment.split()
+    place: Any = sys.modules["kvpatch_jax.batch.answer_batch"] if method == "append" else type(backbone)
+    original, calls = getattr(place, method), []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        result = original(*args, **options)
+        if len(calls) == int(at) + 1:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with ChunkStore(tmp_path / "store") as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(place, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                answer_batch(backbone, store, items, out=tmp_path / "a.jsonl", batch=2)
+        written = max(0, len((tmp_path / "a.jsonl").read_bytes().split(b"\n")) - 2)
+        report = answer_batch(backbone, store, items, out=tmp_path / "a.jsonl", batch=2)
+    assert (report.before, report.answered) == (written, len(items) - written)
+    assert read_answers(tmp_path / "a.jsonl") == done[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- wrong calls
+
+
+def test_files_of_other_calls_and_damaged_files_are_refused_and_left_alone(backbone, items, done, tmp_path):
+    path, lines = tmp_path / "answers.jsonl", done[2].read_bytes().splitlines(keepends=True)
+    last = BatchItem([], items[-1].question, steps=2)
+    for content, questions, options, message in (
+        (lines, items[:-1], {}, "answers of items 7, not of 6"),
+        (lines, [items[1], items[0], *items[2:]], {}, "answers of digest"),
+        (lines, [*items[:-1], last], {}, "answers of digest"),
+        (lines, items, {"reuse": "blind"}, "answers of reuse 'exact', not of 'blind'"),
+        ([b"{\n", *lines[1:]], items, {}, "line 1: got no JSON"),
+        ([*lines[:2], b"[" * 9999 + b"\n", *lines[3:]], items, {}, "line 3: got no JSON"),
+        ([*lines[:2], lines[2].replace(b'"item": ', b'"item": 4'), *lines[3:]], items, {}, "line 3: got item"),
+        ([b"a text without an end"], items, {}, "answers of format None, not of"),
+    ):
+        path.write_bytes(b"".join(content))
+        with pytest.raises(InputError, match=message):
+            answer_batch(backbone, None, questions, out=path, **options)
+        assert path.read_bytes() == b"".join(content)
+    # A lock belongs to an open file, so another one of this process is another run.
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another run is writing"):
+            answer_batch(backbone, None, items, out=path)
+
+
+def test_invalid_calls_are_refused_and_create_nothing(backbone, items, tmp_path, unchecked):
+    for options, error, message in (
+        ({"shard": (1, 1)}, InputError, "shard"),
+        ({"batch": 0}, InputError, "batch 0"),
+        ({"items": []}, InputError, "no items"),
+        ({"items": {"front": [], "question": "?"}}, InputError, "expected a sequence"),
+        ({"out": "/dev/null/answers.jsonl"}, InputError, "cannot be written"),
+        ({"reuse": "certified"}, SessionError, "a certificate beside it"),
+    ):
+        call: dict[str, Any] = {"items": items, "out": tmp_path / "a.jsonl"} | options
+        with pytest.raises(error, match=message):
+            answer_batch(backbone, None, call.pop("items"), **call)
+        assert not os.listdir(tmp_path)
+    for count in (0, True):
+        with pytest.raises(InputError, match=f"got count {count!r}; expected a number of shards"):
+            run_shards(lambda index, count: index, count)
+
+
+def test_invalid_items_get_a_line_with_their_error_and_the_others_are_answered(
+    backbone, items, done, tmp_path, unchecked, capsys
+):
+    (tmp_path / "none.png").write_bytes(b"\x89PNG, but cut short")
+    (tmp_path / "note.txt").write_text("a text")
+    good = {"front": items[0].front, "question": items[0].question}
+    bad = [good | {"front": [tmp_path / "none.png"], "id": "cut"}, good | {"front": [str(tmp_path / "note.txt")]}]
+    bad += [good | change for change in ({"question": 3}, {"steps": 1.0}, {"colour": "red"}, {"front": "page.png"})]
+    bad += [good | {"question": "\ud800"}, good | {"front": [""]}, 7]
+    mixed, out = [items[0], *bad[:5], items[1], *bad[5:]], tmp_path / "answers.jsonl"
+    for before in (0, 2, 2):  # what failed is asked again
+        report = answer_batch(backbone, None, mixed, out=out, batch=2)
+        assert (report.before, report.answered, report.failed) == (before, 2 - before, len(bad))
+        assert f"{len(bad)} of {len(mixed)} items failed" in capsys.readouterr().err
+        lines = read_answers(out)
+        assert [line["error"] for line in lines if "error" in line] == ["InputError"] * len(bad)
+        assert lines[1]["id"] == "cut"
+        assert [lines[0]["ids"], lines[6]["ids"]] == [line["ids"] for line in done[1][:2]]
+
+
+# ----------------------------------------------------------------------------------------------------------------- Ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers of one core each on this machine."""
+    ray = pytest.importorskip("ray")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # as `run_shards` starts one
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.nightly
+def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, items, tmp_path):
+    from kvpatch_jax.models import load
+    from tests.goldens.load import write_checkpoint
+
+    model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+
+    # Defined in here, it travels by value: a worker cannot import a test.
+    def opening(model=model, root=tmp_path / "chunks"):
+        return load(model), ChunkStore(root)
+
+    backbone, store = opening()
+    with store:
+        alone = answer_batch(backbone, store, items, out=tmp_path / "alone.jsonl")
+
+    def task(index, count, opening=opening, items=items, out=tmp_path / "shared.jsonl"):
+        backbone, store = once_in_this_process(opening)
+        return answer_batch(backbone, store, items, out=out, shard=(index, count))
+
+    reports = run_shards(task, 3)
+    assert sum(report.answered for report in reports) == alone.answered == 7
+    assert read_answers(*(report.path for report in reports)) == read_answers(tmp_path / "alone.jsonl")
+    # What the batch before had stored was read by the workers.
+    assert sum(report.forwards for report in reports) == 0
+
+
+@pytest.mark.nightly
+def test_a_shard_whose_worker_dies_begins_again_and_an_error_of_one_leaves_the_others(cluster, tmp_path):
+    def dies_once(folder: str, index: int, count: int) -> tuple[int, int]:
+        mark = Path(folder) / f"{index}"
+        if index == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        mark.touch()
+        return index, count
+
+    assert run_shards(functools.partial(dies_once, str(tmp_path)), 3) == [(0, 3), (1, 3), (2, 3)]
+
+    def refuses(folder: str, index: int, count: int) -> int:
+        (Path(folder) / f"done {index}").touch()
+        if index == 0:
+            raise ValueError("a page\nthat nobody has")
+        return index
+
+    with pytest.raises(SessionError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expect"):
+        run_shards(functools.partial(refuses, str(tmp_path)), 3)
+    assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1", "done 2"}
