@@ -1,16 +1,14 @@
-"""Layouts whose layers are of unlike kinds: what they are, how they turn, what is refused.
-
-The oracle of a rotation is complex multiplication in float64, layer by layer, written down here.
-"""
+"""Layers of unlike kinds turn, patch and page by their own ropes and widths, and a layout says what each keeps."""
 # pyright: reportArgumentType=false
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, PatchMetadata, check_factors
+from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, PatchMetadata, check_factors, same_storage
 from kvpatch_jax.core import (
     Channel,
     KVEncoding,
@@ -26,10 +24,14 @@ from kvpatch_jax.errors import LayoutError, ShapeError
 from kvpatch_jax.patching import Basis, Placed, apply_patch, form_patch, keep_layers
 from kvpatch_jax.pool import RAGGED, make_pool, read_slots, rotate_slots, splice
 from kvpatch_jax.repair import METHODS
-from kvpatch_jax.segments import SegmentStore
+from tests.shared.operator_cases import placed_in_float64
 
 LAYERS, TOKENS, START = 5, 6, 31
+
+
 FULL, LOCAL = Rope(1e4, 8), Rope(30.0, 4, cached="pairs", width=6)
+
+
 CHANNELS = (
     Channel("k", 1, 8, 8, layers=(1, 4)),
     Channel("v", 1, 8, layers=(1, 4)),
@@ -39,6 +41,7 @@ CHANNELS = (
 """Two kinds with unlike heads, widths and ropes; layer 2 keeps nothing (it reads another's)."""
 LAYOUT = KVLayout("gqa", LAYERS, CHANNELS, FULL)
 PLAIN = KVLayout.gqa(LAYERS, 2, 8, FULL)
+LOCALS = np.arange(TOKENS, dtype=np.float32)
 
 
 def drawn(seed: int = 0) -> dict[str, np.ndarray]:
@@ -47,29 +50,39 @@ def drawn(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def chunk_of(seed: int = 0, layout: KVLayout = LAYOUT) -> Chunk:
-    return Chunk(drawn(seed), np.arange(TOKENS, dtype=np.float32), TOKENS, TOKENS, "page", layout, "backbone")
-
-
-def turned(value: np.ndarray, rope: Rope, positions: np.ndarray) -> np.ndarray:
-    """Keys [L,T,K,H] times e^(i·angle), pair by pair, in float64."""
-    angles = positions[:, None] * rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
-    pairs = np.arange(rope.dim).reshape(-1, 2) if rope.cached == "pairs" else np.arange(rope.dim).reshape(2, -1).T
-    wide = value.astype(np.float64)
-    z = (wide[..., pairs[:, 0]] + 1j * wide[..., pairs[:, 1]]) * np.exp(1j * angles)[None, :, None]
-    wide[..., pairs[:, 0]], wide[..., pairs[:, 1]] = z.real, z.imag
-    return wide
+def chunk_of(seed: int = 0) -> Chunk:
+    return Chunk(drawn(seed), LOCALS, TOKENS, TOKENS, "page", LAYOUT, "backbone")
 
 
 def expected(kv: dict[str, np.ndarray], start: int) -> dict[str, np.ndarray]:
-    ropes, positions = {"k": FULL, "k_local": LOCAL}, start + np.arange(TOKENS)
-    return {name: turned(kv[name], ropes[name], positions) if name in ropes else kv[name] for name in kv}
+    return placed_in_float64(LAYOUT, kv, LOCALS, start)
 
 
-def each_close(found, wanted, bar=2e-6):
+def all_close(found, wanted, bar=2e-6):
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert np.abs(np.asarray(found[name]) - value).max() <= bar * np.abs(value).max(), name
+
+
+def test_layouts_have_the_papers_bytes_per_token():
+    qwen = KVLayout.gqa(28, 4, 128, Rope(1e6, 128, sections=(16, 24, 24)))
+    kimi = KVLayout.mla(27, 512, 64, rope=Rope(8e5, 64))
+    assert (qwen.names, qwen.bytes_per_token(jnp.bfloat16)) == (("k", "v"), 57_344)
+    assert (kimi.names, kimi.bytes_per_token(jnp.bfloat16)) == (("ckv", "kpe"), 31_104)
+    assert [c.rotates for c in (*qwen.channels, *kimi.channels)] == [True, False, False, True]
+    assert hash(qwen) == hash(KVLayout.gqa(28, 4, 128, Rope(1e6, 128, sections=(16, 24, 24))))
+
+
+def test_layouts_of_equal_storage_differ_in_angles_only():
+    base = Rope(1e4, 16, sections=(4, 2, 2), order="interleaved")
+    layout = KVLayout.gqa(2, 2, 16, base)
+    with_rope = lambda **fields: KVLayout.gqa(2, 2, 16, dataclasses.replace(base, **fields))
+    assert same_storage(layout, with_rope(angles="float32"))
+    for fields in ({"theta": 2e4}, {"cached": "pairs"}, {"order": "blocked"}, {"sections": (3, 3, 2)}):
+        assert not same_storage(layout, with_rope(**fields))
+    assert not same_storage(layout, with_rope(scaling=Scaling("yarn", factor=4, original=64)))
+    assert not same_storage(layout, KVLayout.gqa(3, 2, 16, base))
+    assert not same_storage(layout, KVLayout.mha(2, 2, 16, base))
 
 
 def test_a_layout_says_what_each_channel_keeps():
@@ -106,7 +119,7 @@ def test_channels_that_do_not_fit_are_refused(channel, message):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1,), (True,), (1.0,), [1], "12"])
+@pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1,), (True,), [1]])
 def test_layers_that_are_none_are_refused(layers):
     with pytest.raises(LayoutError, match="layers"):
         Channel("k", 1, 8, 8, layers=layers)
@@ -115,24 +128,23 @@ def test_layers_that_are_none_are_refused(layers):
 
 
 def test_every_channel_turns_by_its_own_rope():
-    kv, local = drawn(), np.arange(TOKENS)
+    kv, local = drawn(), LOCALS
     engine = to_engine(LAYOUT, kv, local, START)
-    each_close(engine, expected(kv, START))
-    each_close(to_phase_free(LAYOUT, engine, local, START), kv)
-    each_close(relocate(LAYOUT, engine, START, 7), expected(kv, 7))
+    all_close(engine, expected(kv, START))
+    all_close(to_phase_free(LAYOUT, engine, local, START), kv)
+    all_close(relocate(LAYOUT, engine, START, 7), expected(kv, 7))
     with pytest.raises(ShapeError, match=r"expected \[2, ..., T, 1, 8\]"):
         to_engine(LAYOUT, kv | {"k": np.zeros((5, TOKENS, 1, 8), np.float32)}, local, 0)
 
 
-@pytest.mark.nightly
 def test_a_pool_takes_turns_and_gives_back_each_channel():
     chunk, slots = chunk_of(), np.array([9, 2, 3, 17, 4, 1], np.int32)
     pool = make_pool(LAYOUT, 5, 4, "float32")
     assert {name: value.shape[0] for name, value in pool.items()} == {"k": 2, "v": 2, "k_local": 2, "v_local": 2}
     pool = splice(pool, slots, Placed(chunk, start=START))
-    each_close(read_slots(pool, slots, LAYOUT), expected(drawn(), START))
+    all_close(read_slots(pool, slots, LAYOUT), expected(drawn(), START))
     pool = rotate_slots(LAYOUT, pool, slots, 5)
-    each_close(read_slots(pool, slots, LAYOUT), expected(drawn(), START + 5))
+    all_close(read_slots(pool, slots, LAYOUT), expected(drawn(), START + 5))
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), pytest.param(None, marks=pytest.mark.nightly)])
@@ -140,7 +152,7 @@ def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(layers):
     """By rank less is left; in the layers outside nothing changes."""
     base, target, chunk = drawn(), drawn(1), chunk_of()
     left = []
-    for rank in (1, 2, 4, 6):
+    for rank in (1, 3, 6):
         patch = form_patch(chunk, target, rank, (), layers=layers, method="exact", dense=False)
         found = apply_patch(chunk, patch, START)
         wanted, plain, error = expected(target, START), expected(base, START), 0.0
@@ -162,7 +174,7 @@ def test_a_patch_of_some_layers_has_factors_of_the_channels_that_they_keep():
     assert {name: np.shape(u)[0] for name, (u, _) in alone.factors.items()} == {"k_local": 1, "v_local": 1}
     kept = keep_layers(patch, (0, 2))
     assert list(kept.factors) == list(alone.factors)
-    each_close(
+    all_close(
         apply_patch(chunk, kept, START),
         {name: np.asarray(value) for name, value in apply_patch(chunk, alone, START).items()},
     )
@@ -177,25 +189,20 @@ class StandIn:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_needs_layers_of_one_kind_refuses_others_by_name():
-    what = "got a layout whose channel 'k' has layers of its own; expected layers of one kind"
+def test_layers_of_one_kind_are_required_by_name():
+    message = "got a layout whose channel 'k' has layers of its own; expected layers of one kind"
     empty = {name: np.zeros((LAYOUT.depth(name), 1, LAYOUT.channel(name).features)) for name in LAYOUT.names}
-    refused = [
+    for call in (
         lambda: check_uniform(LAYOUT, "anything"),
         lambda: RAGGED.read(LAYOUT, list(np.zeros((5, 2, 4, 2, 8), np.float32)), np.arange(2)),
         lambda: Basis(empty, LAYOUT, "backbone"),
-        lambda: SegmentStore(StandIn(), 1),
         lambda: METHODS["cacheblend"](StandIn(), None, 0.1),
-    ]
-    for call in refused:
-        with pytest.raises(LayoutError, match=what):
+    ):
+        with pytest.raises(LayoutError, match=message):
             call()
     ropes = KVLayout("gqa", 2, (Channel("k", 1, 8, 8), Channel("j", 1, 6, 4, LOCAL)), FULL)
     with pytest.raises(LayoutError, match="channel 'j' has rope of its own"):
         check_uniform(ropes, "anything")
     check_uniform(PLAIN, "anything")
-
-
-def test_metadata_name_layers_of_the_decoder():
-    metadata = PatchMetadata(ChunkKey("page", "backbone", LAYOUT), Antecedent(), (2,))
-    assert metadata.layers == (2,)  # a layer that keeps nothing: its patch has no factors
+    # A layer that keeps nothing may be patched: its patch has no factors.
+    assert PatchMetadata(ChunkKey("page", "backbone", LAYOUT), Antecedent(), (2,)).layers == (2,)
