@@ -2,8 +2,6 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportCallIssue=false
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,7 @@ from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
 from kvpatch_jax import pool
-from kvpatch_jax.cache import check_factors
-from kvpatch_jax.core import KVEncoding, PackedArray, RaggedFactors, ops, pack, packed_bytes, resize, unpack
+from kvpatch_jax.core import KVEncoding, PackedArray, ops, pack, packed_bytes, resize, unpack
 from kvpatch_jax.errors import InputError, ShapeError
 from tests.shared.examples import examples
 from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of
@@ -196,39 +193,6 @@ def test_an_encoded_chunk_is_spliced_as_it_is_applied(kind):
             rest = np.delete(flat, slots[: chunk.length], axis=1)
             assert not rest.any()
             assert not flat[..., value.shape[-1] :].any()
-
-
-def test_ragged_factors_are_the_factors_of_each_layer():
-    chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 6, A, method="exact", dense=False)
-    ranks, factors, masked = (6, 2, 0), {}, {}
-    for name, (u, v) in patch.factors.items():
-        u, v = np.asarray(u), np.asarray(v)
-        rows = np.full((3, 6), 8, np.int32)
-        rows[0], rows[1, :2] = range(6), (6, 7)
-        packed_u = np.concatenate([u[layer, :, :rank].T for layer, rank in enumerate(ranks)])
-        packed_v = np.concatenate([v[layer, :rank] for layer, rank in enumerate(ranks)])
-        factors[name] = RaggedFactors(jnp.asarray(packed_u), jnp.asarray(packed_v), jnp.asarray(rows))
-        assert factors[name].ranks == ranks
-        keep = np.arange(6) < np.asarray(ranks)[:, None]
-        masked[name] = (jnp.asarray(u * keep[:, None]), jnp.asarray(v))
-    ragged, whole = kvp.Patch(factors, patch.metadata), kvp.Patch(masked, patch.metadata)
-    assert ragged.ranks == {"k": 6, "v": 6}
-    for first, second in ((ragged, whole), (kvp.truncate(ragged, 1), kvp.truncate(whole, 1))):
-        found, wanted = (kvp.apply_patch(chunk, own, 9, A) for own in (first, second))
-        for name in wanted:
-            np.testing.assert_allclose(found[name], wanted[name], atol=3e-6)
-    for layers in ((1,), (0, 2)):
-        found, wanted = (kvp.apply_patch(chunk, kvp.keep_layers(own, layers), 9, A) for own in (ragged, whole))
-        for name in wanted:
-            np.testing.assert_allclose(found[name], wanted[name], atol=3e-6)
-    few = kvp.quantise(ragged, "int4")
-    assert few.nbytes < ragged.nbytes / 3
-    wider = few.pad(chunk.tokens + 9)
-    np.testing.assert_array_equal(np.asarray(wider.factors["k"].u)[:, : chunk.tokens], np.asarray(few.factors["k"].u))
-    for name, change in (("u", factors["k"].u[:5]), ("rows", factors["k"].rows[:2]), ("v", factors["k"].v[:, :3])):
-        with pytest.raises(ShapeError, match=name if name != "u" else "u of"):
-            check_factors({**factors, "k": dataclasses.replace(factors["k"], **{name: change})}, patch.metadata)
 
 
 @pytest.mark.nightly

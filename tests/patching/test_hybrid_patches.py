@@ -1,4 +1,4 @@
-"""Patches of hybrid chunks: factors of a transition's parts, beside those of rows or alone.
+"""Patches of hybrid chunks correct each part of a transition by its own rows, and leave it bit by bit where unnamed.
 
 The oracles are NumPy's decomposition and differences in float64.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.cache import check_factors, encode_chunk, patch_digest
-from kvpatch_jax.core import KVLayout, Rope, ops, to_engine
+from kvpatch_jax.core import ops, to_engine
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError, ShapeError
 from kvpatch_jax.patching import (
     ByteBudget,
@@ -22,40 +22,36 @@ from kvpatch_jax.patching import (
     fit_basis,
     form_patch,
     keep_layers,
+    mean_base,
     orbit_patch,
     quantise,
     removal_patch,
     truncate,
     update_patch,
 )
-from kvpatch_jax.patching.bases import mean_base
 from kvpatch_jax.pool import make_pool, read_slots, splice
 from tests.shared.arrays import placed
-from tests.shared.transition_cases import LAYOUT, LAYOUTS, TOKENS, chunk_of, close, drawn
+from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, TOKENS, chunk_of, close, drawn
 
-PARTS = ("map", "state", "tail")
 LOCAL = np.arange(TOKENS, dtype=np.float32)
 A, C = ("A",), ("C",)
 WHOLE = {"rows": 99, "transition": 99}
 
 
-def flat(value) -> np.ndarray:
-    value = np.asarray(value, np.float64)
-    return value.reshape(*value.shape[:-2], -1)
-
-
 def best(delta: np.ndarray, rank: int) -> np.ndarray:
     """The nearest matrices of a rank, [..., T, F]."""
-    u, singular, v = np.linalg.svd(flat(delta), full_matrices=False)
+    u, singular, v = np.linalg.svd(delta.reshape(*delta.shape[:-2], -1), full_matrices=False)
     return ((u[..., :rank] * singular[..., None, :rank]) @ v[..., :rank, :]).reshape(delta.shape)
-
-
-def arrays(kv):
-    return {name: placed(value) for name, value in kv.items()}
 
 
 def placed_kv(chunk, patch=None, start=5, **options):
     return {name: np.asarray(value) for name, value in apply_patch(chunk, patch, start, **options).items()}
+
+
+def parts_close(found, wanted, bar: float = 2e-6) -> None:
+    """Compares the parts of a transition alone."""
+    wanted = {name: np.asarray(value, np.float64) for name, value in wanted.items() if name in PARTS}
+    close({name: value for name, value in found.items() if name in PARTS}, wanted, bar)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -66,7 +62,7 @@ def test_a_whole_patch_gives_the_conditioned_transition(name: str):
     assert patch.tokens == TOKENS
     assert patch.ranks["map"] is None
     found = placed_kv(chunk, patch, antecedent=A)
-    close({n: found[n] for n in layout.names if n in PARTS}, {n: target[n] for n in layout.names if n in PARTS})
+    parts_close(found, target)
     rows = to_engine(layout, target, LOCAL, 5)
     for row in "kv":
         assert np.abs(found[row][:, :5] - np.asarray(rows[row])[:, :5]).max() < 2e-5
@@ -77,7 +73,6 @@ def test_a_whole_patch_gives_the_conditioned_transition(name: str):
         assert (alone[part.name] == chunk.kv[part.name]).all()
 
 
-@pytest.mark.nightly
 def test_low_ranks_are_the_best_of_each_part():
     chunk, target = chunk_of(), drawn(seed=1)
     patch = form_patch(chunk, target, 2, A, method="exact", dense=False)
@@ -111,7 +106,7 @@ def test_a_budget_in_bytes_is_spent_on_parts_too():
     patch = form_patch(chunk, target, ByteBudget(60_000), A, dtype="float32")
     assert set(patch.factors) == set(LAYOUT.names)
     # All directions: of parts all rows, though the chunk has but two tokens.
-    close({n: placed_kv(chunk, patch, antecedent=A)[n] for n in PARTS}, {n: target[n] for n in PARTS}, 1e-5)
+    parts_close(placed_kv(chunk, patch, antecedent=A), target, 1e-5)
     fewer = form_patch(chunk, target, budget, A)
     assert fewer.nbytes <= budget.nbytes
     assert fewer.pad(9).tokens == 9
@@ -147,14 +142,14 @@ def test_operations_on_patches_keep_what_a_transition_has():
     correction = correction_patch(chunk, patch, small, 99, C)
     folded = update_patch(patch, quantise(correction, "float32"), WHOLE | {"rows": 5})
     found = placed_kv(chunk, folded, antecedent=C)
-    close({n: found[n] for n in PARTS}, {n: small[n] for n in PARTS}, 1e-5)
+    parts_close(found, small, 1e-5)
     # The mean over orders, and a survivor whose antecedent left.
     acc = accumulate(accumulate(None, target, chunk, ("A", "C")), other, chunk, ("C", "A"))
     mean = placed_kv(chunk, orbit_patch(acc, WHOLE), antecedent=("C", "A"))
-    close({n: mean[n] for n in PARTS}, {n: (target[n].astype(float) + other[n]) / 2 for n in PARTS}, 1e-5)
+    parts_close(mean, {n: (target[n].astype(float) + other[n]) / 2 for n in PARTS}, 1e-5)
     gone = removal_patch(chunk, other, target, WHOLE, ("B",), ("A", "B"))
     behind = placed_kv(chunk, gone, antecedent=("B",), base=target, base_antecedent=("A", "B"))
-    close({n: behind[n] for n in PARTS}, {n: other[n] for n in PARTS}, 1e-5)
+    parts_close(behind, other, 1e-5)
 
 
 @pytest.mark.nightly
@@ -188,7 +183,7 @@ def test_a_splice_writes_the_rows_that_apply_patch_gives(packed: bool):
 def test_bases_have_a_transition_too():
     chunk, one, two = chunk_of(length=5), drawn(seed=1), drawn(seed=2)
     mean = mean_base(chunk, [one, two], [A, C])
-    close({n: mean.kv[n] for n in PARTS}, {n: (one[n].astype(float) + two[n]) / 2 for n in PARTS})
+    parts_close(mean.kv, {n: (one[n].astype(float) + two[n]) / 2 for n in PARTS})
     assert not np.asarray(mean.kv["k"])[:, 5:].any()
 
 
@@ -213,7 +208,7 @@ def test_what_fits_no_transition_is_refused(unchecked):
     ):
         with pytest.raises(ShapeError, match="patch: got"):
             check_factors(factors, patch.metadata)
-    other = KVLayout.gqa(5, 2, 8, Rope(1e4, 8)).with_transitions((0, 1, 3), 3, 6, 4, tail=(2, 10))
+    other = PLAIN.with_transitions(LINEAR, 3, 6, 4, tail=(2, 10))
     wrong = dataclasses.replace(chunk, kv=target | {"tail": target["tail"][:, 1:]}, layout=other, content=chunk.content)
     with pytest.raises(PatchMismatchError, match="got layout"):
         apply_patch(wrong, patch, 0, A)

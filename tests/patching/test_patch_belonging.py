@@ -10,6 +10,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member, check_factors, identity, patch_digest
+from kvpatch_jax.core import RaggedFactors
 from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, ShapeError, StalePatchError
 from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 
@@ -198,6 +199,14 @@ def test_factors_fit_their_metadata(patch, unchecked):
             check_factors({**patch.factors, "k": factors}, patch.metadata)
     with pytest.raises(LayoutError, match="'q'"):
         check_factors({**patch.factors, "q": patch.factors["k"]}, patch.metadata)
+    ragged = RaggedFactors(np.zeros((6, 24)), np.zeros((6, 32)), np.zeros((3, 4), np.int32))
+    for word, value in (
+        ("u of", {"u": ragged.u[:5]}),
+        ("rows", {"rows": ragged.rows[:2]}),
+        ("v", {"v": ragged.v[:, 1:]}),
+    ):
+        with pytest.raises(ShapeError, match=word):
+            check_factors({**patch.factors, "k": dataclasses.replace(ragged, **value)}, patch.metadata)
     for layers in ((0, 1, 7), (1, 0, 2), ()):
         with pytest.raises(InputError, match="layers"):
             check_factors(patch.factors, dataclasses.replace(patch.metadata, layers=layers))

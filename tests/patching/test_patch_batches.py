@@ -1,41 +1,39 @@
-"""Batches: chunks that share an id, positions and layout are patched and placed together, as each by itself."""
+"""A batch is patched and placed as each of its chunks alone, and another chunk, patch or start compiles nothing."""
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax import ops
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.patching import ByteBudget
 from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 
 A = ("A1", "A2")
 B = 3
-PLAN_OPTIONS = {
-    "plain": {},
-    "layers": {"layers": (1,)},
-}
 
 
 def batch_of(name: str, seed: int = 0, **more) -> kvp.Chunk:
     return chunk_of(name, kv=kv_of(LAYOUTS[name], 24, seed, batch=(B,)), **more)
 
 
-def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
-    items = [conditioned_of(item, seed=seed + number) for number, item in enumerate(items_of(batch))]
-    return {name: placed(np.stack([item[name] for item in items], axis=1)) for name in batch.kv}
+def item(kv, number: int) -> dict:
+    return {name: placed(np.asarray(value)[:, number]) for name, value in kv.items()}
 
 
 def items_of(batch: kvp.Chunk) -> list[kvp.Chunk]:
-    fields = {word: getattr(batch, word) for word in ("local", "span", "length", "id", "layout", "backbone")}
-    return [kvp.Chunk(kv=item(batch.kv, number), **fields) for number in range(batch.batch or 0)]
+    content = None if batch.content.startswith("kv:") else batch.content
+    return [dataclasses.replace(batch, kv=item(batch.kv, number), content=content) for number in range(B)]
 
 
-def item(kv, number: int) -> dict:
-    return {name: placed(np.asarray(value)[:, number]) for name, value in kv.items()}
+def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
+    items = [conditioned_of(own, seed=seed + number) for number, own in enumerate(items_of(batch))]
+    return {name: placed(np.stack([own[name] for own in items], axis=1)) for name in batch.kv}
 
 
 def assert_same(found, expected, tolerance: float = 2e-5):
@@ -44,47 +42,20 @@ def assert_same(found, expected, tolerance: float = 2e-5):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize(("name", "form"), [("blocked", "plain"), ("mla", "plain"), ("gqa", "layers")])
-def test_a_batch_is_patched_as_each_of_its_chunks(name: str, form: str):
-    options = PLAN_OPTIONS[form]
+@pytest.mark.parametrize(("name", "options"), [("blocked", {}), ("mla", {}), ("gqa", {"layers": (1,)})])
+def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
+    """At one start, and at one for each."""
     batch = batch_of(name, length=20)
     conditioned = conditioned_batch(batch)
     patch = kvp.form_patch(batch, conditioned, 4, A, method="exact", **options)
     assert (batch.batch, patch.batch, patch.tokens) == (B, B, 24)
-    found = kvp.apply_patch(batch, patch, 7, A)
-    for number, one in enumerate(items_of(batch)):
-        own = kvp.form_patch(one, item(conditioned, number), 4, A, method="exact", **options)
-        assert_same(item(found, number), kvp.apply_patch(one, own, 7, A))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["interleaved", "mla"])
-def test_a_batch_is_what_the_mapped_core_gives(name: str):
-    """Applying given factors is bit for bit the vmapped core; factors are its own to rounding."""
-    batch = batch_of(name)
-    conditioned = conditioned_batch(batch)
-    patch = kvp.form_patch(batch, conditioned, 4, A)
-    plan = ops.FormPlan(ranks=tuple((name, patch.ranks[name]) for name in batch.layout.names))
-    form = lambda conditioned, base: ops.form(conditioned, base, batch.length, jax.random.key(0), plan=plan)
-    mapped = jax.jit(jax.vmap(form, in_axes=1, out_axes=1))(dict(conditioned), dict(batch.kv))
-    dense = lambda factors: ops.correction(batch.layout, factors)
-    assert_same(dense(dict(patch.factors)), dense(mapped))
-
     starts = np.arange(B, dtype=np.int32) * 100
-    if batch.layout.rope.axes is not None:
-        starts = np.stack([starts, starts + 1, starts + 2], axis=-1)
-    place = jax.vmap(
-        lambda kv, factors, start: ops.apply(batch.layout, kv, factors, batch.local, start),
-        in_axes=(1, 1, 0),
-        out_axes=1,
-    )
-    found = kvp.apply_patch(batch, patch, starts, A)
-    expected = jax.jit(place)(dict(batch.kv), dict(patch.factors), jnp.asarray(starts))
-    assert_same(found, expected, 2e-6)
-    for number, one in enumerate(items_of(batch)):
-        factors = jax.tree.map(lambda leaf, number=number: np.asarray(leaf)[:, number], dict(patch.factors))
-        alone = ops.jitted_apply(batch.layout, dict(one.kv), factors, batch.local, starts[number])
-        assert_same(item(found, number), alone, 2e-6)
+    starts = starts if batch.layout.rope.axes is None else np.stack([starts, starts + 1, starts + 2], axis=-1)
+    together, apart = (kvp.apply_patch(batch, patch, start, A) for start in (7, starts))
+    for number, chunk in enumerate(items_of(batch)):
+        own = kvp.form_patch(chunk, item(conditioned, number), 4, A, method="exact", **options)
+        assert_same(item(together, number), kvp.apply_patch(chunk, own, 7, A))
+        assert_same(item(apart, number), kvp.apply_patch(chunk, own, starts[number], A))
 
 
 @pytest.mark.nightly
@@ -110,22 +81,12 @@ def test_every_form_of_patch_takes_a_batch():
     for smaller in (
         kvp.truncate(patch, 2),
         kvp.keep_layers(patch, (1,)),
-        kvp.quantise(patch, jnp.int8),
+        kvp.quantise(patch, "int8"),
         kvp.form_patch(batch, first, 16, A),  # dense
     ):
         assert smaller.batch == B
         kvp.apply_patch(batch, smaller, 3, A)
         kvp.apply_patch(batch.pad(30), smaller.pad(30), 3, A)
-
-
-def test_factors_are_kept_where_dense_is_not_wanted():
-    chunk = chunk_of("gqa")
-    conditioned = conditioned_of(chunk)
-    assert kvp.form_patch(chunk, conditioned, 16, A).ranks == {"k": None, "v": None}
-    whole = kvp.form_patch(chunk, conditioned, 16, A, method="exact", dense=False)
-    assert whole.ranks == {"k": 16, "v": 16}
-    own = kvp.apply_patch(chunk, kvp.form_patch(chunk, conditioned, 3, A, method="exact"), 3, A)
-    assert_same(kvp.apply_patch(chunk, kvp.truncate(whole, 3), 3, A), own)
 
 
 def test_blind_reuse_of_a_batch_is_one_rotation():
@@ -162,7 +123,7 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
         chunk_of("gqa", kv=kv_of(LAYOUTS["gqa"], 24, batch=(2, 3)))
     with pytest.raises(ShapeError, match="batch 3; expected those of the chunk before"):
         kvp.accumulate(kvp.accumulate(None, conditioned_of(one), one, A), conditioned, batch, A)
-    pool = kvp.pool.make_pool(batch.layout, 6, 8, jnp.float32)
+    pool = kvp.pool.make_pool(batch.layout, 6, 8, np.float32)
     with pytest.raises(ShapeError, match="a batch of 3; expected one chunk"):
         kvp.pool.splice(pool, np.arange(24, dtype=np.int32), kvp.Placed(batch, patch, 3, A))
     with kvp.ChunkStore(tmp_path) as store:
@@ -172,14 +133,48 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
             store.put_patches([patch])
 
 
-def test_moving_a_batch_compiles_once():
-    batch = batch_of("gqa")
-    patch = kvp.form_patch(batch, conditioned_batch(batch), 4, A)
-    apply = lambda start: kvp.apply_patch(batch, patch, start, A)
-    apply(0)
-    apply(np.arange(B))
-    with compilations() as compiled:
-        for start in (7, 100, np.arange(B) + 50, np.arange(B) * 9):
-            apply(start)
-    assert not compiled
-    assert local_of(batch.layout, 24).shape == batch.local.shape
+# -------------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize(
+    "name", ["gqa", *(pytest.param(own, marks=pytest.mark.nightly) for own in ("mla", "interleaved"))]
+)
+def test_forming_and_applying_compile_once(name: str):
+    """One program each for every chunk, length of its bucket, antecedent and place."""
+    layout, counts = LAYOUTS[name], []
+    for seed, length in ((0, 24), (1, 24), (2, 19)):
+        chunk = chunk_of(name, seed=seed, length=length)
+        for antecedent in (("A",), ("A", "C")):
+            conditioned = conditioned_of(chunk, seed=seed + len(antecedent))
+            last = seed + (5 if layout.rope.axes is None else np.array([1, 2, 3]))
+            with compilations() as compiled:
+                patch = kvp.form_patch(chunk, conditioned, 4, antecedent, key=jax.random.key(seed))
+                for start in (seed, 7 + seed, np.int32(60 + seed), last):
+                    kvp.apply_patch(chunk, patch, start, antecedent)
+            counts.append((compiled.count("jit(factorise_deficit)"), compiled.count("jit(apply)"), len(compiled)))
+    assert max(form for form, _, _ in counts) <= 1
+    assert max(apply for _, apply, _ in counts) <= 1
+    assert [total for _, _, total in counts[1:]] == [0] * 5
+
+
+def test_orders_updates_budgets_and_batches_compile_once():
+    programs = []
+    for seed in range(2):
+        chunk, batch = chunk_of("gqa", seed=seed), batch_of("gqa", seed)
+        orders = [conditioned_of(chunk, seed=ordering) for ordering in range(3)]
+        thick, behind = kv_of(chunk.layout, 24, seed=seed + 7), conditioned_batch(batch)
+        with compilations() as compiled:
+            acc = None
+            for conditioned in orders:
+                acc = kvp.accumulate(acc, conditioned, chunk, ("A", "C"))
+            patch = kvp.form_patch(chunk, orders[0], 4, ("A",))
+            kvp.update_patch(patch, kvp.correction_patch(chunk, patch, orders[2], 4, ("C",)))
+            small = kvp.form_patch(chunk, thick, ByteBudget(1200 + 100 * seed), A, dense=False)
+            kvp.apply_patch(chunk, small, seed, A)
+            patch = kvp.form_patch(batch, behind, 4, A)
+            for start in (seed, np.arange(B) + 50 * seed):
+                kvp.apply_patch(batch, patch, start, A)
+        programs.append((compiled, small.factors["k"].ranks))
+    assert programs[0][0].count("jit(accumulate)") <= 1  # of three orders
+    assert programs[0][1] != programs[1][1]
+    assert not programs[1][0]
