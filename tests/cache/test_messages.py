@@ -1,13 +1,13 @@
-"""Parts of messages in the forms of OpenAI, vLLM and Hugging Face: what they hold, and what is refused."""
+"""A part of a message is one item in the forms of OpenAI, vLLM and Hugging Face, and any other is refused by name."""
 # pyright: reportArgumentType=false
 
 import base64
-import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from kvpatch_jax import Audio, Text, Video
 from kvpatch_jax.cache import chunk_id, content_items, part_item, part_name, unit_items
@@ -17,9 +17,11 @@ PAGE = np.random.default_rng(2).integers(0, 256, (16, 24, 3), np.uint8)
 
 
 def png() -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(PAGE).save(file, "PNG")
-    return file.getvalue()
+    """PAGE in a file, written by hand."""
+    rows = b"".join(b"\0" + row.tobytes() for row in PAGE)
+    chunks = (b"IHDR", struct.pack(">IIBBBBB", 24, 16, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    framed = [struct.pack(">I", len(data)) + kind + data for kind, data in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(own + struct.pack(">I", zlib.crc32(own[4:])) for own in framed)
 
 
 def in_base64(content: bytes) -> str:
@@ -35,30 +37,23 @@ URL, FILM, SOUND = data_url(png()), data_url(b"film", "video/mp4"), data_url(b"s
 
 PAGE_PARTS = [
     {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
-    {"type": "image_url", "image_url": URL, "uuid": "page", "cache_control": {"type": "ephemeral"}},
-    {"image_url": {"url": URL}},
     {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None},
-    {"type": "image", "image": Image.fromarray(PAGE), "text": None},
+    {"type": "image", "image": PAGE, "text": None},
     {"type": "image", "image": png()},
     {"type": "image", "url": URL},
-    {"type": "image", "image": f"data:image;base64,{in_base64(png())}"},
     {"type": "image", "image": f"DATA:IMAGE/PNG;name=a.png;base64,{in_base64(png())}"},
     {"type": "image", "base64": base64.encodebytes(png()).decode()},
-    {"type": "image", "base64": URL},
-    {"image": PAGE},
 ]
 FILM_PARTS = [
     {"type": "video_url", "video_url": {"url": FILM}},
     {"type": "video", "video": FILM},
     {"type": "video", "base64": in_base64(b"film")},
-    {"type": "video", "video": b"film"},
     {"type": "video", "video": Video(b"film")},
 ]
 SOUND_PARTS = [
     {"type": "input_audio", "input_audio": {"data": in_base64(b"sound"), "format": "wav"}},
     {"type": "audio_url", "audio_url": {"url": SOUND}},
     {"type": "audio", "audio": SOUND},
-    {"type": "audio", "url": SOUND},
 ]
 FORMS = [(PAGE_PARTS, PAGE), (FILM_PARTS, Video(b"film")), (SOUND_PARTS, Audio(b"sound"))]
 FORMS += [
@@ -68,9 +63,10 @@ FORMS += [
 ]
 
 
-@pytest.mark.parametrize(("part", "item"), [(part, item) for parts, item in FORMS for part in parts])
-def test_a_medium_is_one_item_in_every_form(part, item):
-    assert chunk_id("model", part_item(part)) == chunk_id("model", item)
+def test_a_medium_is_one_item_in_every_form():
+    for parts, item in FORMS:
+        for part in parts:
+            assert chunk_id("model", part_item(part)) == chunk_id("model", item), part
 
 
 def test_a_file_is_named_in_every_form(tmp_path):
@@ -112,35 +108,27 @@ REFUSED = {
     "an address.*fetch it first": [
         linked("https://x.org/a.png"),
         linked("file:///etc/a.png"),
-        {"type": "image", "image": "http://x.org/a.png"},
         {"type": "video", "url": "s3://films/a.mp4"},
-        {"type": "image", "image": "file://server/a.png"},
         {"type": "image", "image": "file://[server/a.png"},
     ],
     "expected a data URL": [
         linked("/etc/a.png"),
         {"type": "input_image", "image_url": {"file_id": "f-1"}},
-        {"type": "image_url", "image_url": Path("a.png")},
     ],
     "got data:[^,]*; expected data:image": [
         linked("data:text/plain;base64,SGk="),
         linked(FILM),
-        linked("data:image/a,"),
     ],
     "damaged base64": [
         linked(URL[:-3]),
-        linked(URL + "é"),
         {"type": "image", "base64": "not base64!"},
-        {"type": "input_audio", "input_audio": {"data": "?"}},
     ],
     "base64 of no bytes": [{"type": "image", "base64": ""}],
     "got a (bytes|list); expected 'image'": [linked(data_url(b"no image")), {"type": "image", "image": [PAGE]}],
     r"film\.mp4'; expected 'image'": [{"type": "image", "image": "film.mp4"}],
     r"page\.png'; expected 'video'": [{"type": "video", "video": "page.png"}],
-    r"film\.mp4'; expected 'audio'": [{"type": "audio", "path": "film.mp4"}],
     "got a Video; expected 'audio'": [{"type": "audio", "audio": Video(b"film")}],
     "got a Video; expected 'video'": [{"type": "video", "video": Video(b"film"), "fps": 2}],
-    "fps: got -1": [{"type": "video", "video": "a.mp4", "fps": -1}],
     "expected a positive whole number": [{"type": "video", "video": "a.mp4", "frames": 10**400}],
     "expected a file's name": [{"type": "image", "image": "a\0b"}],
     r"expected fields of \['image": [{"type": "image"}, {"type": "image_url", "image_url": None, "uuid": "page"}],
@@ -153,19 +141,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("part", "message"), [(part, reason) for reason, parts in REFUSED.items() for part in parts])
-def test_another_part_is_refused_by_what_is_wrong_with_it(part, message):
-    with pytest.raises(InputError, match=message) as refused:
-        part_item(part, "here")
-    assert len(str(refused.value)) < 1000
+@pytest.mark.parametrize("message", REFUSED)
+def test_another_part_is_refused_by_what_is_wrong_with_it(message):
+    for part in REFUSED[message]:
+        with pytest.raises(InputError, match=message) as refused:
+            part_item(part, "here")
+        assert len(str(refused.value)) < 1000
 
 
 def test_another_message_is_refused():
     for message, reason in (
         ({"content": [[{"type": "text", "text": "nested"}]]}, "here, part 0: got a part of type 'list'"),
-        ({"content": ["a text"]}, "here, part 0: got a part of type 'str'"),
         ({"content": {"type": "text", "text": "a"}}, "content of type dict"),
-        ({"content": 7}, "content of type int"),
         ({"tool_calls": {"name": "click"}}, "tool_calls of type dict"),
         ({"tool_calls": [{"function": {"x": PAGE}}]}, "no JSON"),
     ):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, PatchMetadata, check_factors, same_storage
+from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, PatchMetadata, same_storage
 from kvpatch_jax.core import (
     Channel,
     KVEncoding,
@@ -21,7 +21,7 @@ from kvpatch_jax.core import (
     to_phase_free,
 )
 from kvpatch_jax.errors import LayoutError, ShapeError
-from kvpatch_jax.patching import Basis, Placed, apply_patch, form_patch, keep_layers
+from kvpatch_jax.patching import Basis, Placed, apply_patch, form_patch
 from kvpatch_jax.pool import RAGGED, make_pool, read_slots, rotate_slots, splice
 from kvpatch_jax.repair import METHODS
 from tests.shared.operator_cases import placed_in_float64
@@ -163,23 +163,6 @@ def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(layers):
         left.append(error)
     assert all(after < before for before, after in itertools.pairwise(left))
     assert left[-1] <= 1e-9 * left[0]
-
-
-@pytest.mark.nightly
-def test_a_patch_of_some_layers_has_factors_of_the_channels_that_they_keep():
-    chunk, target = chunk_of(), drawn(1)
-    patch = form_patch(chunk, target, 2, (), method="exact", dense=False)
-    assert {name: np.shape(u)[0] for name, (u, _) in patch.factors.items()} == dict.fromkeys(LAYOUT.names, 2)
-    alone = form_patch(chunk, target, 2, (), layers=(0, 2), method="exact", dense=False)
-    assert {name: np.shape(u)[0] for name, (u, _) in alone.factors.items()} == {"k_local": 1, "v_local": 1}
-    kept = keep_layers(patch, (0, 2))
-    assert list(kept.factors) == list(alone.factors)
-    all_close(
-        apply_patch(chunk, kept, START),
-        {name: np.asarray(value) for name, value in apply_patch(chunk, alone, START).items()},
-    )
-    with pytest.raises(ShapeError, match=r"expected \[2, any, any\]"):
-        check_factors({"k": (jnp.zeros((5, TOKENS, 2)), jnp.zeros((5, 2, 8)))}, patch.metadata)
 
 
 class StandIn:

@@ -121,17 +121,11 @@ def test_no_product_is_held_for_more_than_one_layer(program: str):
 # --------------------------------------------------------------------------------------------- batches, derivatives
 
 
-@functools.cache
-def stacked(axis: int = 0) -> tuple[dict, dict]:
-    """Canonical and conditioned KV of two chunks, of 24 and of 17 tokens that are not padding."""
-    chunks = [chunk_of("gqa", seed=seed, length=length) for seed, length in enumerate((24, 17))]
-    conditioned = [conditioned_of(chunk, seed=9 + i) for i, chunk in enumerate(chunks)]
-    stack = lambda *x: placed(np.stack(x, axis))
-    return jax.tree.map(stack, *[dict(c.kv) for c in chunks]), jax.tree.map(stack, *conditioned)
-
-
 def test_a_batch_between_layers_and_tokens_is_each_of_it():
-    kv, conditioned = stacked(1)
+    chunks = [chunk_of("gqa", seed=seed, length=length) for seed, length in enumerate((24, 17))]
+    stack = lambda *values: placed(np.stack(values, 1))
+    kv = jax.tree.map(stack, *[dict(chunk.kv) for chunk in chunks])
+    conditioned = jax.tree.map(stack, *[conditioned_of(chunk, seed=9 + n) for n, chunk in enumerate(chunks)])
     form = jax.jit(ops.form, static_argnames=("plan",))
     apply = jax.jit(functools.partial(ops.apply, LAYOUT))
     local, key = placed(local_of(LAYOUT, 24)), jax.random.key(0)
@@ -142,47 +136,6 @@ def test_a_batch_between_layers_and_tokens_is_each_of_it():
     row, other = ({name: placed(np.asarray(value)[:, 1]) for name, value in tree.items()} for tree in (kv, conditioned))
     alone = apply(row, form(other, row, np.int32(17), key, plan=PLAN), local, np.int32(70))
     np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
-
-
-@pytest.mark.nightly
-def test_chunks_of_unequal_length_are_mapped():
-    (kv, conditioned), local, key = stacked(), placed(local_of(LAYOUT, 24)), jax.random.key(0)
-    lengths, starts = placed([24, 17]), placed([5, 900_000], np.int32)
-
-    @jax.jit
-    def serve(conditioned, kv, length, start):
-        factors = ops.form(conditioned, kv, length, key, plan=PLAN)
-        return ops.apply(LAYOUT, kv, factors, local, start), factors
-
-    both, factors = jax.jit(jax.vmap(serve))(conditioned, kv, lengths, starts)
-    assert not np.asarray(factors["k"][0])[1, :, 17:].any()
-    for index in range(2):
-        pick = lambda tree, index=index: jax.tree.map(lambda x: x[index], tree)
-        alone, _ = serve(pick(conditioned), pick(kv), lengths[index], starts[index])
-        np.testing.assert_allclose(both["k"][index], alone["k"], atol=2e-5)
-
-
-@pytest.mark.nightly
-def test_the_operator_can_be_differentiated_and_mapped():
-    kv, factors, local, start = drawn(jnp.float32)
-
-    def total(factors, local):
-        placed = ops.apply(WIDE, kv, factors, local, start)
-        return sum((value**2).sum() for value in placed.values())
-
-    gradient, along = jax.jit(jax.grad(total, argnums=(0, 1)))(factors, local)
-    assert np.isfinite(along).all()
-    # A rotation keeps lengths, so the gradient is that of |kv + u v|², rotated or not.
-    for name, (u, v) in factors.items():
-        u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
-        patched = np.asarray(kv[name], np.float64).reshape(LAYERS, TOKENS, -1) + u @ v
-        np.testing.assert_allclose(gradient[name][0], 2 * patched @ np.swapaxes(v, -1, -2), rtol=2e-4, atol=2e-3)
-    starts = placed([0, 7, 90])
-    mapped = jax.vmap(lambda start: ops.apply(WIDE, kv, factors, local, start))(starts)
-    for index, start in enumerate(starts):
-        alone = ops.apply(WIDE, kv, factors, local, start)
-        for name in WIDE.names:
-            np.testing.assert_allclose(mapped[name][index], alone[name], atol=2e-5)
 
 
 @jax.jit

@@ -2,7 +2,6 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -65,19 +64,6 @@ def test_a_patch_of_one_base_is_refused_on_another():
             if other is not own:
                 with pytest.raises(PatchMismatchError, match="lead"):
                     kvp.Placed(other, patch, 9, BEHIND[0])
-
-
-@pytest.mark.nightly
-def test_a_base_is_encoded_and_patched_within_a_budget():
-    base = kvp.encode_chunk(mean_base(CHUNK, KVS[1:], BEHIND[1:]), "k6v6")
-    patch = kvp.form_patch(base, KVS[0], kvp.patching.ByteBudget(3000), BEHIND[0], dtype="int4")
-    assert (patch.metadata.chunk.lead, patch.metadata.chunk.encoding) == (base.lead, "k6v6g32")
-    found = dict(kvp.apply_patch(base, patch, 0, BEHIND[0]))
-    blind = dict(kvp.apply_patch(base, None, 0, BEHIND[0]))
-    wanted = kvp.to_engine(CHUNK.layout, KVS[0], CHUNK.local, 0)
-    for name in wanted:
-        errors = [np.square(np.asarray(own[name] - wanted[name])[:, :20]).sum() for own in (found, blind)]
-        assert errors[0] < errors[1] / 3
 
 
 # -------------------------------------------------------------------------------------------------- shared directions
@@ -171,21 +157,6 @@ def test_what_makes_no_base_and_no_basis_is_refused(basis, unchecked: None):
         with pytest.raises(error, match="got"):
             call()
     assert fit_basis([pair], {"k": 2}).ranks == {"k": 2}
-
-
-def test_a_basis_is_not_written_with_every_patch(basis, tmp_path, monkeypatch):
-    now = [time.time()]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    with ChunkStore(tmp_path, ttl=80) as store:
-        store.put_basis(basis)
-        for seed in range(20):
-            now[0] += 1
-            store.put_patches([form_in_basis(CHUNK, behind(seed), basis, [f"A{seed}"], 4)])
-        assert store.statistics().counts["puts"] == 2 + 20 + 2 * 2  # of two channels; every eighth of the ttl
-        store.put_basis(basis, ttl=800)
-        before = store.statistics().counts["puts"]
-        store.put_patches([form_in_basis(CHUNK, behind(0), basis, ["A"], 4)])
-        assert store.statistics().counts["puts"] == before + 1
 
 
 def test_eviction_takes_patches_before_their_basis(basis, tmp_path):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.core import RaggedFactors
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.patching import LEAST_DIRECTIONS, ByteBudget, parse_size
@@ -145,26 +144,6 @@ def test_a_patch_within_a_budget_is_applied_and_spliced_like_any_other(kind):
     for name, value in paged.items():
         flat = np.asarray(value).reshape(value.shape[0], -1, *value.shape[3:])[..., : found[name].shape[-1]]
         np.testing.assert_allclose(flat[:, :20], found[name][:, :20], atol=1e-5)
-
-
-@pytest.mark.nightly
-def test_patches_within_a_budget_are_changed_like_any_other():
-    kv = conditioned()
-    patch = kvp.form_patch(CHUNK, kv, ByteBudget(4000), A, layers=[0, 2], dtype="float32", dense=False)
-    assert patch.metadata.layers == (0, 2)
-    assert kvp.keep_layers(patch, [2]).nbytes < patch.nbytes
-    assert patch_digest(patch) != patch_digest(kvp.truncate(patch, 1))
-    removed = kvp.removal_patch(CHUNK, kv, conditioned(seed=6), ByteBudget(2000), ["B"], ["A", "B"], dtype="float32")
-    assert removed.nbytes <= 2000
-    first, second = conditioned_of(CHUNK, rank=2), conditioned_of(CHUNK, rank=2, seed=4)
-    patch = kvp.form_patch(CHUNK, first, ByteBudget(4000), A, dtype="float32")
-    updated = kvp.update_patch(patch, kvp.correction_patch(CHUNK, patch, second, 4, ["C"]), 2)
-    found = kvp.apply_patch(CHUNK, updated, 0, ["C"])
-    for name, value in placed_in_float64(CHUNK.layout, second, CHUNK.local, 0).items():
-        np.testing.assert_allclose(found[name][:, :20], value[:, :20], atol=1e-4)
-    few = kvp.quantise(patch, "int5g16")
-    updated = kvp.update_patch(few, kvp.correction_patch(CHUNK, few, second, 4, ["C"], dtype="int5g16"))
-    assert (updated.factors["k"].u.bits, updated.factors["k"].u.group) == (5, 16)
 
 
 def test_a_chunk_without_a_deficit_needs_no_factors():

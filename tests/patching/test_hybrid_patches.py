@@ -6,16 +6,13 @@ The oracles are NumPy's decomposition and differences in float64.
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.cache import check_factors, encode_chunk, patch_digest
+from kvpatch_jax.cache import check_factors, patch_digest
 from kvpatch_jax.core import ops, to_engine
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError, ShapeError
 from kvpatch_jax.patching import (
-    ByteBudget,
-    Placed,
     accumulate,
     apply_patch,
     correction_patch,
@@ -29,8 +26,6 @@ from kvpatch_jax.patching import (
     truncate,
     update_patch,
 )
-from kvpatch_jax.pool import make_pool, read_slots, splice
-from tests.shared.arrays import placed
 from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, TOKENS, chunk_of, close, drawn
 
 LOCAL = np.arange(TOKENS, dtype=np.float32)
@@ -86,33 +81,6 @@ def test_low_ranks_are_the_best_of_each_part():
 
 
 @pytest.mark.nightly
-def test_a_batch_is_patched_as_each_of_it():
-    chunk, target = chunk_of(batch=(2,)), drawn(seed=1, batch=(2,))
-    patch = form_patch(chunk, target, 2, A, method="exact")
-    assert patch.batch == 2
-    found = placed_kv(chunk, patch, antecedent=A)
-    for row in range(2):
-        one = dataclasses.replace(chunk, kv={n: v[:, row] for n, v in chunk.kv.items()}, content=None)
-        own = form_patch(one, {n: v[:, row] for n, v in target.items()}, 2, A, method="exact")
-        wanted = placed_kv(one, own, antecedent=A)
-        close({n: v[:, row] for n, v in found.items()}, {n: v.astype(np.float64) for n, v in wanted.items()}, 1e-5)
-
-
-@pytest.mark.nightly
-def test_a_budget_in_bytes_is_spent_on_parts_too():
-    chunk, target = chunk_of(length=2), drawn(seed=1)
-    budget = ByteBudget.share(chunk, 0.25)
-    assert budget.nbytes == (LAYOUT.bytes_per_token() * 2 + LAYOUT.transition_bytes(jnp.bfloat16)) // 4
-    patch = form_patch(chunk, target, ByteBudget(60_000), A, dtype="float32")
-    assert set(patch.factors) == set(LAYOUT.names)
-    # All directions: of parts all rows, though the chunk has but two tokens.
-    parts_close(placed_kv(chunk, patch, antecedent=A), target, 1e-5)
-    fewer = form_patch(chunk, target, budget, A)
-    assert fewer.nbytes <= budget.nbytes
-    assert fewer.pad(9).tokens == 9
-
-
-@pytest.mark.nightly
 def test_operations_on_patches_keep_what_a_transition_has():
     chunk, target, other = chunk_of(length=5), drawn(seed=1), drawn(seed=2)
     patch = form_patch(chunk, target, 3, A, method="exact", dense=False)
@@ -150,34 +118,6 @@ def test_operations_on_patches_keep_what_a_transition_has():
     gone = removal_patch(chunk, other, target, WHOLE, ("B",), ("A", "B"))
     behind = placed_kv(chunk, gone, antecedent=("B",), base=target, base_antecedent=("A", "B"))
     parts_close(behind, other, 1e-5)
-
-
-@pytest.mark.nightly
-def test_an_encoded_base_is_patched_part_by_part():
-    chunk, target = encode_chunk(chunk_of(), "k4v4"), drawn(seed=1)
-    patch = form_patch(chunk, target, WHOLE, A, dtype="float32")
-    found = placed_kv(chunk, patch, antecedent=A)
-    for name in PARTS:
-        assert found[name].dtype == jnp.bfloat16
-        assert np.abs(np.asarray(found[name], np.float32) - target[name]).max() <= 2**-7 * np.abs(target[name]).max()
-    rows = form_patch(chunk, target, {"rows": 9}, A)
-    assert (placed_kv(chunk, rows, antecedent=A)["k"] == found["k"]).all()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_splice_writes_the_rows_that_apply_patch_gives(packed: bool):
-    chunk = chunk_of(rows=jnp.bfloat16)
-    chunk = encode_chunk(chunk, "k8v8") if packed else chunk
-    patch = form_patch(chunk, drawn(seed=1), 2, A)
-    there = Placed(chunk, patch, 5, A)
-    pool = make_pool(LAYOUT, 3, 8)
-    assert set(pool) == {"k", "v"}
-    assert pool["k"].shape == (2, 3, 8, 2, 8)
-    slots = np.array([9, 3, 4, 20, 21, 22, 1], np.int32)
-    found, wanted = read_slots(splice(pool, slots, there), placed(slots), LAYOUT), there.apply()
-    for row in "kv":
-        assert (np.asarray(found[row]) == np.asarray(wanted[row])).all()
 
 
 def test_bases_have_a_transition_too():

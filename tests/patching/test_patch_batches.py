@@ -58,37 +58,6 @@ def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
         assert_same(item(apart, number), kvp.apply_patch(chunk, own, starts[number], A))
 
 
-@pytest.mark.nightly
-def test_every_form_of_patch_takes_a_batch():
-    batch = batch_of("gqa")
-    first, second = conditioned_batch(batch, 9), conditioned_batch(batch, 40)
-    running = kvp.accumulate(kvp.accumulate(None, first, batch, A), second, batch, A[::-1])
-    orbit = kvp.apply_patch(batch, kvp.orbit_patch(running, 8), 3, A[::-1])
-    removal = kvp.removal_patch(batch, second, first, 8, A[1:], A)
-    kept = kvp.apply_patch(batch, removal, 3, A[1:], base=first, base_antecedent=A)
-    patch = kvp.form_patch(batch, first, 4, A)
-    updated = kvp.update_patch(patch, kvp.correction_patch(batch, patch, second, 8, ("C",)))
-    fresh = kvp.apply_patch(batch, updated, 3, ("C",))
-    for number, one in enumerate(items_of(batch)):
-        own, other = item(first, number), item(second, number)
-        running = kvp.accumulate(kvp.accumulate(None, own, one, A), other, one, A[::-1])
-        assert_same(item(orbit, number), kvp.apply_patch(one, kvp.orbit_patch(running, 8), 3, A[::-1]))
-        gone = kvp.removal_patch(one, other, own, 8, A[1:], A)
-        assert_same(item(kept, number), kvp.apply_patch(one, gone, 3, A[1:], base=own, base_antecedent=A))
-        small = kvp.form_patch(one, own, 4, A)
-        small = kvp.update_patch(small, kvp.correction_patch(one, small, other, 8, ("C",)))
-        assert_same(item(fresh, number), kvp.apply_patch(one, small, 3, ("C",)))
-    for smaller in (
-        kvp.truncate(patch, 2),
-        kvp.keep_layers(patch, (1,)),
-        kvp.quantise(patch, "int8"),
-        kvp.form_patch(batch, first, 16, A),  # dense
-    ):
-        assert smaller.batch == B
-        kvp.apply_patch(batch, smaller, 3, A)
-        kvp.apply_patch(batch.pad(30), smaller.pad(30), 3, A)
-
-
 def test_blind_reuse_of_a_batch_is_one_rotation():
     batch = batch_of("mla")
     found = kvp.apply_patch(batch, None, np.array([0, 5, 1000]))
