@@ -57,8 +57,8 @@ def test_slides_count_what_has_left_of_what_was_seen(seen: list, front: list):
 def test_likeness_keys_depend_on_the_lead_and_the_nearest_chunk():
     places = [(prefilled("A"), "C"), (prefilled("A"), "D"), (prefilled("B"), "C"), ((), "C")]
     keys = [likeness_keys(*place) for place in places]
-    assert all(list(each) == ["mean", "near"] for each in keys)
-    assert len({key for each in keys for key in each.values()}) == 8
+    assert all(list(own) == ["mean", "near"] for own in keys)
+    assert len({key for own in keys for key in own.values()}) == 8
 
 
 def test_ways_are_merged_until_nothing_is_known():
@@ -106,20 +106,8 @@ def test_sets_agree_where_some_order_of_them_does(pairs: list, random):
 
 def test_what_is_no_antecedent_is_refused(unchecked: None):
     chunk = chunk_of("gqa", id="A")
-    for value in (
-        "A",
-        chunk,
-        Member("A"),
-        3,
-        None,
-        [3],
-        [None],
-        [chunk.kv],
-        [("A", None, None)],
-        b"A",
-        {"A"},
-        {"A": 1},
-    ):
+    single = ["A", chunk, Member("A"), 3, None, b"A", {"A"}, {"A": 1}]
+    for value in (*single, [3], [None], [chunk.kv], [("A", None, None)]):
         with pytest.raises(InputError, match=r"antecedent.*expected"):
             antecedent_of(value)
     for member in (Member(3), Member("A", ""), Member("A", 3), Member("A", None, "bare"), Member("A", None, BARE * 2)):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
-from kvpatch_jax import pool
 from kvpatch_jax.core import KVEncoding, PackedArray, pack, packed_bytes, resize, unpack
 from kvpatch_jax.errors import InputError, ShapeError
 from tests.shared.examples import examples
@@ -157,11 +156,7 @@ def test_bad_arguments_are_refused(unchecked):
 
 @pytest.mark.parametrize(
     ("kind", "factors"),
-    [
-        ("gqa", "float32"),
-        ("mla", "int4"),
-        pytest.param("interleaved", "int3gall", marks=pytest.mark.nightly),
-    ],
+    [("gqa", "float32"), ("mla", "int4"), pytest.param("interleaved", "int3gall", marks=pytest.mark.nightly)],
 )
 def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     chunk = kvp.encode_chunk(chunk_of(kind), "k4v6g8")
@@ -175,20 +170,3 @@ def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
         for name in wanted:
             assert found[name].dtype == wanted[name].dtype
             np.testing.assert_allclose(found[name], wanted[name], rtol=2e-6, atol=2e-6)
-
-
-def test_an_encoded_chunk_is_spliced_as_it_is_applied():
-    chunk = kvp.encode_chunk(chunk_of("mla"), "k4v4")
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype="int4")
-    placed = kvp.Placed(chunk, patch, 77, A)
-    applied, dtype = dict(placed.apply()), next(iter(chunk.kv.values())).dtype
-    for padded in (False, True):
-        slots = np.random.default_rng(1).permutation(64)[: chunk.tokens].astype(np.int32)
-        made = pool.splice(pool.make_pool(chunk.layout, 8, 8, dtype, padded=padded), slots, placed)
-        for name, value in applied.items():
-            flat = np.asarray(made[name]).reshape(value.shape[0], 64, value.shape[2], -1)
-            own = flat[:, slots[: chunk.length], :, : value.shape[-1]]
-            np.testing.assert_array_equal(own, np.asarray(value)[:, : chunk.length])
-            rest = np.delete(flat, slots[: chunk.length], axis=1)
-            assert not rest.any()
-            assert not flat[..., value.shape[-1] :].any()

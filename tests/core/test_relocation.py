@@ -118,26 +118,6 @@ def test_bfloat16_is_rounded_once(name: str):
     assert moved["v"] is engine["v"] is kv["v"]
 
 
-def test_attention_scaling_is_in_the_engine_frame_and_not_in_relocation():
-    layout = LAYOUTS["yarn"]
-    kv, local = kv_of(layout, 12), local_of(layout, 12)
-    norm = lambda x: np.linalg.norm(np.asarray(x["k"]), axis=-1)
-    engine = kvp.to_engine(layout, kv, local, 7)
-    np.testing.assert_allclose(norm(engine), norm(kv) * (0.1 * np.log(4) + 1), rtol=1e-5)
-    np.testing.assert_allclose(norm(kvp.relocate(layout, engine, 7, 40)), norm(engine), rtol=1e-5)
-
-
-def test_starts_and_positions_may_be_of_a_batch():
-    rope, local = ROPES["half"], np.arange(4, dtype=np.float32)
-    cos, sin = rope_tables(rope, np.stack([local, local]), np.array([5, 9], np.int32))
-    for row, start in enumerate((5, 9)):
-        np.testing.assert_array_equal(cos[row], rope_tables(rope, local, start)[0])
-    x = np.stack([keys(rope, 4)] * 2)
-    both = rotate(jnp.asarray(x), cos, sin)
-    for row, start in enumerate((5, 9)):
-        assert pair_error(rope, np.asarray(both[row]), turned(rope, x[row], local + start)) < BAR
-
-
 def test_relocating_compiles_one_program():
     layout = LAYOUTS["blocked"]
     kv, local = kv_of(layout, 20), local_of(layout, 20)

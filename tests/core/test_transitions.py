@@ -13,19 +13,7 @@ import pytest
 from kvpatch_jax import joined
 from kvpatch_jax.core import check_parts, compose, fold, identity, to_engine
 from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, ShapeError
-from kvpatch_jax.patching import apply_patch
-from tests.shared.transition_cases import (
-    LAYOUT,
-    LAYOUTS,
-    LINEAR,
-    PARTS,
-    PLAIN,
-    TOKENS,
-    chunk_of,
-    close,
-    composed,
-    drawn,
-)
+from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, close, composed, drawn
 
 
 def stretch(length: int, seed: int, batch: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
@@ -86,26 +74,15 @@ def test_a_context_has_rows_side_by_side_and_transitions_composed(name: str):
     close({part: np.asarray(short[part])[:, 0] for part in wanted}, wanted)
 
 
-def test_contexts_of_a_batch_have_lengths_of_their_own():
-    pieces = [drawn(seed=seed, batch=(2,)) for seed in range(2)]
-    local = np.arange(TOKENS, dtype=np.float32)
-    context = joined(*(to_engine(LAYOUT, kv, local, 0) for kv in pieces), lengths=[7, np.array([1, 3])])
-    for row, length in enumerate((1, 3)):
-        wanted = composed([{name: kv[name][:, row] for name in PARTS} for kv in pieces], [7, length])
-        close({part: np.asarray(context[part])[:, row] for part in wanted}, wanted)
-
-
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_parts_that_make_no_context_are_refused(unchecked):
-    kv = apply_patch(chunk_of())
-    other = apply_patch(chunk_of(PLAIN.with_transitions(LINEAR, 3, 5, 4, tail=(3, 10))))
+    kv, other = drawn(), drawn(PLAIN.with_transitions(LINEAR, 3, 5, 4, tail=(3, 10)))
     for parts, error in (
         ((kv, other), ShapeError),
         ((kv, {name: value for name, value in kv.items() if name != "tail"}), LayoutError),
         (({name: value for name, value in kv.items() if name != "state"},), LayoutError),
-        (({name: kv[name] for name in ("map", "state")},), LayoutError),
     ):
         with pytest.raises(error, match="joined"):
             joined(*parts)
@@ -115,36 +92,31 @@ def test_parts_that_make_no_context_are_refused(unchecked):
 
 @pytest.mark.usefixtures("unchecked")
 def test_parts_that_are_wrong_are_named():
-    layout, own, BATCH = LAYOUT, stretch(5, 0, (3,)), 3
-    check_parts(layout, own, "parts", (BATCH,))
-    check_parts(PLAIN, None, "parts", (BATCH,))
-
-    def changed(name: str, value: Any) -> dict[str, Any]:
-        return {**own, name: value}
-
+    parts: dict[str, Any] = stretch(5, 0, (3,))
+    check_parts(LAYOUT, parts, "parts", (3,))
+    check_parts(PLAIN, None, "parts", (3,))
     rows = {name: np.zeros((1, 4, 2, 8), np.float32) for name in ("k", "v")}
     cases: list[tuple[Any, type[KVPatchError], str]] = [
         (rows, LayoutError, r"parts: got \['k', 'v'\]; expected parts of a transition, map, state, tail"),
         (None, LayoutError, "parts: got a NoneType"),
-        (own["map"], LayoutError, "parts: got a ndarray"),
-        ({name: own[name] for name in ("map", "state")}, LayoutError, r"got \['map', 'state'\]"),
+        (parts["map"], LayoutError, "parts: got a ndarray"),
+        ({name: parts[name] for name in ("map", "state")}, LayoutError, r"got \['map', 'state'\]"),
         (
-            changed("state", own["state"][..., :1, :]),
+            parts | {"state": parts["state"][..., :1, :]},
             ShapeError,
-            r"parts\['state'\]: got float32 .* expected floating-point \(3, 3, 6",
+            r"state'\]: got float32 .* floating-point \(3, 3, 6",
         ),
-        (changed("state", own["state"][:1]), ShapeError, "state"),
-        (changed("tail", own["tail"][:, :, :1]), ShapeError, "tail"),
-        (changed("map", own["map"][:, 0]), ShapeError, "map"),
-        (changed("state", own["state"].astype(int)), ShapeError, "state"),
-        (changed("state", None), ShapeError, r"parts\['state'\]: got NoneType"),
+        (parts | {"tail": parts["tail"][:, :, :1]}, ShapeError, "tail"),
+        (parts | {"map": parts["map"][:, 0]}, ShapeError, "map"),
+        (parts | {"state": parts["state"].astype(int)}, ShapeError, "state"),
+        (parts | {"state": None}, ShapeError, r"parts\['state'\]: got NoneType"),
     ]
     for wrong, error, message in cases:
         with pytest.raises(error, match=message):
-            check_parts(layout, wrong, "parts", (BATCH,))
+            check_parts(LAYOUT, wrong, "parts", (3,))
     with pytest.raises(ShapeError, match="map"):
-        check_parts(layout, own, "parts", (BATCH + 1,))
+        check_parts(LAYOUT, parts, "parts", (4,))
     with pytest.raises(LayoutError, match="without transitions"):
-        check_parts(PLAIN, own, "parts", (BATCH,))
+        check_parts(PLAIN, parts, "parts", (3,))
     with pytest.raises(LayoutError, match="expected"):
-        layout.check(own, "kv")
+        LAYOUT.check(parts, "kv")

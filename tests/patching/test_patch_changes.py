@@ -230,6 +230,10 @@ def test_fewer_layers_have_the_rows_of_those_layers(chunk, patch):
     for name, (u, v) in deep.factors.items():
         np.testing.assert_array_equal(u, patch.factors[name][0][1:])
         np.testing.assert_array_equal(v, patch.factors[name][1][1:])
+    formed = kvp.form_patch(chunk, conditioned_of(chunk, 6), 6, A, method="exact", dense=False, layers=[2, 1, 2])
+    assert formed.metadata == deep.metadata
+    for name, correction in added(formed).items():
+        np.testing.assert_allclose(correction, added(deep)[name], atol=1e-5)
     deepest = kvp.keep_layers(deep, [2])
     np.testing.assert_array_equal(deepest.factors["k"][0][0], patch.factors["k"][0][2])
     found, bare, full = (kvp.apply_patch(chunk, own, 3, A) for own in (deepest, None, patch))

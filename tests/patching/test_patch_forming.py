@@ -89,18 +89,6 @@ def test_channels_may_have_ranks_of_their_own_or_none():
     assert error({"kpe": found["kpe"]}, {"kpe": expected["kpe"]}) < 2e-5
 
 
-def test_a_patch_of_some_layers_leaves_the_others_as_they_are():
-    chunk = chunk_of("gqa")
-    conditioned = conditioned_of(chunk)
-    patch = kvp.form_patch(chunk, conditioned, 4, A, layers=[2, 0, 2])
-    assert patch.metadata.layers == (0, 2)
-    found, bare = kvp.apply_patch(chunk, patch, 5, A), kvp.apply_patch(chunk, None, 5, A)
-    expected = placed_in_float64(chunk.layout, conditioned, chunk.local, 5)
-    for name in expected:
-        np.testing.assert_allclose(found[name][::2], expected[name][::2], atol=2e-5)
-        np.testing.assert_array_equal(found[name][1], bare[name][1])
-
-
 def test_a_patch_in_bfloat16_stays_within_one_unit_of_recompute():
     chunk = chunk_of("gqa", tokens=48)
     conditioned = conditioned_of(chunk)
