@@ -1,4 +1,4 @@
-"""A canonical behind a lead is what one prompt of both holds, and none is taken for one of another lead or of none."""
+"""A canonical behind a lead is what one prompt of both holds, and its id says which lead that was."""
 # pyright: reportArgumentType=false
 
 import jax.numpy as jnp
@@ -7,20 +7,10 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Output, Tokens
-from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.core import KVLayout, Rope
 from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.store import ChunkStore, PatchKey
-from tests.shared.operator_cases import chunk_of, conditioned_of
 
 LEAD, OTHER, UNIT = [[5, 6, 7, 8]], [[5, 6, 7, 9]], [[11, 12, 13]]
-DIGEST = "a lead"
-
-
-@pytest.fixture
-def store(tmp_path):
-    with ChunkStore(tmp_path / "root", memory=0) as store:
-        yield store
 
 
 def near(found, wanted) -> bool:
@@ -30,9 +20,6 @@ def near(found, wanted) -> bool:
 def repeated(tokens: Tokens) -> Tokens:
     """Two equal rows of tokens."""
     return Tokens(*(None if part is None else np.repeat(part, 2, axis=0) for part in tokens))
-
-
-# ---------------------------------------------------------------------------------------------------------- forming
 
 
 def test_a_canonical_behind_a_lead_is_what_one_prompt_of_both_holds(backbone):
@@ -124,53 +111,3 @@ def test_conditioned_units_of_a_hybrid_have_the_transition_of_their_own_tokens()
     alone, behind = kvp.make_chunk(model, ["a"]), kvp.make_chunk(model, ["a"], lead=["a lead"])
     assert (np.asarray(behind.kv["state"]) == np.asarray(found[0]["state"])).all()
     assert not np.allclose(alone.kv["state"], behind.kv["state"])
-
-
-# ---------------------------------------------------------------------------------------------------------- keeping
-
-
-def both(**more) -> tuple[kvp.Chunk, kvp.Chunk]:
-    """One id, alone and behind a lead; other numbers."""
-    return chunk_of("gqa", id="page", **more), chunk_of("gqa", seed=1, id="page", lead=DIGEST, **more)
-
-
-def same(found: kvp.Chunk | None, chunk: kvp.Chunk) -> bool:
-    if found is None:
-        return False
-    right = all(np.asarray(found.kv[name]).tobytes() == np.asarray(chunk.kv[name]).tobytes() for name in chunk.kv)
-    return right and (found.lead, found.content) == (chunk.lead, chunk.content)
-
-
-def test_canonicals_of_different_leads_are_never_confused(store):
-    alone, behind = both()
-    store.put(alone)
-    assert store.get("page", "tiny", lead=DIGEST) is None
-    assert not store.contains("page", "tiny", lead=DIGEST)
-    store.put(behind)
-    store.put(behind, encoding="k8v8")
-    for chunk in (alone, behind):
-        assert same(store.get("page", "tiny", lead=chunk.lead), chunk)
-    reduced = store.get("page", "tiny", lead=DIGEST, encoding="k8v8")
-    assert reduced is not None
-    assert reduced.lead == DIGEST
-    assert store.get("page", "tiny", encoding="k8v8") is None
-    assert store.get("page", "tiny", lead="another") is None
-    assert store.usage().count == 3
-    assert store.delete("page", "tiny")
-    assert store.usage().count == 0
-
-
-def test_patches_of_different_leads_are_kept_apart(store):
-    chunks = both()
-    patches = [kvp.form_patch(chunk, conditioned_of(chunk), 4, ["A"]) for chunk in chunks]
-    store.put_patches(patches)
-    for chunk, patch in zip(chunks, patches, strict=True):
-        store.put(chunk)
-        (found,) = store.get_patches(PatchKey("page", "tiny", ["A"], lead=chunk.lead))
-        assert patch_digest(found) == patch_digest(patch)
-        kvp.apply_patch(chunk, found, 0, ["A"])
-    store.put_patches([kvp.form_patch(chunks[1], conditioned_of(chunks[1]), 2, [chunk_of("gqa", id="A", content="c")])])
-    store.put(chunk_of("gqa", id="A", content="other"))  # alone: not what stood in front, behind the lead
-    assert len(store.get_patches(PatchKey("page", "tiny", ["A"], lead=DIGEST))) == 2
-    store.put(chunk_of("gqa", id="A", content="other", lead=DIGEST))
-    assert len(store.get_patches(PatchKey("page", "tiny", ["A"], lead=DIGEST))) == 1

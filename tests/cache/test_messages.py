@@ -2,9 +2,8 @@
 # pyright: reportArgumentType=false
 
 import base64
-import struct
-import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,57 +15,29 @@ from kvpatch_jax.errors import InputError
 PAGE = np.random.default_rng(2).integers(0, 256, (16, 24, 3), np.uint8)
 
 
-def png() -> bytes:
-    """PAGE in a file, written by hand."""
-    rows = b"".join(b"\0" + row.tobytes() for row in PAGE)
-    chunks = (b"IHDR", struct.pack(">IIBBBBB", 24, 16, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
-    framed = [struct.pack(">I", len(data)) + kind + data for kind, data in chunks]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(own + struct.pack(">I", zlib.crc32(own[4:])) for own in framed)
-
-
-def in_base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
 def data_url(content: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{in_base64(content)}"
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-URL, FILM, SOUND = data_url(png()), data_url(b"film", "video/mp4"), data_url(b"sound", "audio/wav")
-
-
-PAGE_PARTS = [
-    {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
-    {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None},
-    {"type": "image", "image": PAGE, "text": None},
-    {"type": "image", "image": png()},
-    {"type": "image", "url": URL},
-    {"type": "image", "image": f"DATA:IMAGE/PNG;name=a.png;base64,{in_base64(png())}"},
-    {"type": "image", "base64": base64.encodebytes(png()).decode()},
-]
-FILM_PARTS = [
-    {"type": "video_url", "video_url": {"url": FILM}},
-    {"type": "video", "video": FILM},
-    {"type": "video", "base64": in_base64(b"film")},
-    {"type": "video", "video": Video(b"film")},
-]
-SOUND_PARTS = [
-    {"type": "input_audio", "input_audio": {"data": in_base64(b"sound"), "format": "wav"}},
-    {"type": "audio_url", "audio_url": {"url": SOUND}},
-    {"type": "audio", "audio": SOUND},
-]
-FORMS = [(PAGE_PARTS, PAGE), (FILM_PARTS, Video(b"film")), (SOUND_PARTS, Audio(b"sound"))]
-FORMS += [
-    ([{"type": "video_url", "video_url": {"url": FILM}, "frames": 4}], Video(b"film", frames=4)),
-    ([{"audio": np.zeros(8, np.float32), "rate": 8000}], Audio(np.zeros(8, np.float32), 8000)),
-    ([{"type": "video", "video": [URL, PAGE], "rate": 1}], Video(np.stack([PAGE, PAGE]), rate=1)),
+URL, FILM, SOUND = data_url(b"BM page"), data_url(b"film", "video/mp4"), data_url(b"sound", "audio/wav")
+FORMS: list[tuple[Any, Any]] = [
+    ({"type": "image_url", "image_url": {"url": URL, "detail": "high"}}, b"BM page"),
+    ({"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None}, b"BM page"),
+    ({"type": "image", "url": URL}, b"BM page"),
+    ({"type": "image", "base64": base64.encodebytes(b"BM page").decode()}, b"BM page"),
+    ({"image": PAGE, "text": None}, PAGE),
+    ({"type": "video_url", "video_url": {"url": FILM}, "frames": 4}, Video(b"film", frames=4)),
+    ({"type": "video", "video": Video(b"film")}, Video(b"film")),
+    ({"type": "video", "video": [PAGE, PAGE], "rate": 1}, Video(np.stack([PAGE, PAGE]), rate=1)),
+    ({"type": "input_audio", "input_audio": {"data": SOUND.partition(",")[2], "format": "wav"}}, Audio(b"sound")),
+    ({"type": "audio_url", "audio_url": {"url": SOUND}}, Audio(b"sound")),
+    ({"audio": np.zeros(8, np.float32), "rate": 8000}, Audio(np.zeros(8, np.float32), 8000)),
 ]
 
 
 def test_a_medium_is_one_item_in_every_form():
-    for parts, item in FORMS:
-        for part in parts:
-            assert chunk_id("model", part_item(part)) == chunk_id("model", item), part
+    for part, item in FORMS:
+        assert chunk_id("model", part_item(part)) == chunk_id("model", item), part
 
 
 def test_a_file_is_named_in_every_form(tmp_path):
@@ -104,40 +75,21 @@ def linked(url: object) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-REFUSED = {
-    "an address.*fetch it first": [
-        linked("https://x.org/a.png"),
-        linked("file:///etc/a.png"),
-        {"type": "video", "url": "s3://films/a.mp4"},
-        {"type": "image", "image": "file://[server/a.png"},
-    ],
-    "expected a data URL": [
-        linked("/etc/a.png"),
-        {"type": "input_image", "image_url": {"file_id": "f-1"}},
-    ],
-    "got data:[^,]*; expected data:image": [
-        linked("data:text/plain;base64,SGk="),
-        linked(FILM),
-    ],
-    "damaged base64": [
-        linked(URL[:-3]),
-        {"type": "image", "base64": "not base64!"},
-    ],
+REFUSED: dict[str, list[Any]] = {
+    "an address.*fetch it first": [linked("https://x.org/a.png"), {"type": "video", "url": "s3://films/a.mp4"}],
+    "expected a data URL": [linked("/etc/a.png"), linked("file:///etc/a.png")],
+    "got data:[^,]*; expected data:image": [linked(FILM)],
+    "damaged base64": [linked(URL[:-3])],
     "base64 of no bytes": [{"type": "image", "base64": ""}],
     "got a (bytes|list); expected 'image'": [linked(data_url(b"no image")), {"type": "image", "image": [PAGE]}],
     r"film\.mp4'; expected 'image'": [{"type": "image", "image": "film.mp4"}],
-    r"page\.png'; expected 'video'": [{"type": "video", "video": "page.png"}],
     "got a Video; expected 'audio'": [{"type": "audio", "audio": Video(b"film")}],
     "got a Video; expected 'video'": [{"type": "video", "video": Video(b"film"), "fps": 2}],
-    "expected a positive whole number": [{"type": "video", "video": "a.mp4", "frames": 10**400}],
     "expected a file's name": [{"type": "image", "image": "a\0b"}],
-    r"expected fields of \['image": [{"type": "image"}, {"type": "image_url", "image_url": None, "uuid": "page"}],
+    r"expected fields of \['image": [{"type": "image"}],
     "fields .*(min_pixels|path).*; exp": [{"image": PAGE, "min_pixels": 4}, {"image": PAGE, "path": "a.png"}],
     "got a text of type int": [{"type": "text", "text": 7}],
-    "a part of type": [
-        *({"type": "file", "file": {"file_data": URL}}, {}, "a text", None),
-        *({"type": ["image"], "image": PAGE}, {"type": PAGE, "image": PAGE}),
-    ],
+    "a part of type": [{"type": "file", "file": {"file_data": URL}}, {}, "a text", {"type": PAGE, "image": PAGE}],
 }
 
 

@@ -138,45 +138,6 @@ def test_a_batch_between_layers_and_tokens_is_each_of_it():
     np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
 
 
-@jax.jit
-def energy_and_gradient(conditioned, base, length):
-    """The squared sum of a formed patch's correction."""
-    plan = ops.FormPlan(ranks=(("k", 4), ("v", 2)))
-
-    def energy(conditioned):
-        factors = ops.form(conditioned, base, length, jax.random.key(0), plan=plan)
-        return sum((value**2).sum() for value in ops.correction(LAYOUT, factors).values())
-
-    return jax.value_and_grad(energy)(conditioned)
-
-
-@pytest.mark.parametrize("case", ["zero", "padded", "one token"])
-def test_form_can_be_differentiated_where_the_deficit_is_zero_or_padded(case: str):
-    layout = LAYOUTS["gqa"]
-    base = kv_of(layout, 24)
-    conditioned = base if case == "zero" else kv_of(layout, 24, seed=1)
-    length = {"zero": 24, "padded": 9, "one token": 1}[case]
-    value, gradient = energy_and_gradient(conditioned, base, np.int32(length))
-    assert np.isfinite(value)
-    for name, own in gradient.items():
-        own = np.asarray(own)
-        assert np.isfinite(own).all()
-        assert not own[:, length:].any()
-        assert (case == "zero") or own[:, :length].any(), name
-
-
-def test_merge_is_the_best_of_the_sum():
-    rng = np.random.default_rng(0)
-    draw = lambda *s: placed(rng.standard_normal(s), jnp.float32)
-    u1, v1, u2, v2 = draw(2, 20, 3), draw(2, 3, 12), draw(2, 20, 4), draw(2, 4, 12)
-    total = u1 @ v1 + u2 @ v2
-    u, v = ops.merge_factors((u1, v1), (u2, v2), 7)
-    np.testing.assert_allclose(u @ v, total, atol=2e-5)
-    u, v = ops.merge_factors((u1, v1), (u2, v2), 3)
-    left, s, right = np.linalg.svd(np.asarray(total))
-    np.testing.assert_allclose(u @ v, (left[..., :3] * s[:, None, :3]) @ right[:, :3], atol=5e-5)
-
-
 def test_accumulate_masks_padding():
     kv, other = kv_of(LAYOUT, 6), kv_of(LAYOUT, 6, 1)
     zero = {name: jnp.zeros_like(value) for name, value in kv.items()}

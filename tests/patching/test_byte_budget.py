@@ -129,7 +129,7 @@ def test_bytes_never_exceed_the_budget_and_none_are_left_for_another_direction(k
 
 
 @pytest.mark.parametrize("kind", ["gqa", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("mla", "interleaved"))])
-def test_a_patch_within_a_budget_is_applied_and_spliced_like_any_other(kind):
+def test_a_budget_that_holds_the_deficit_restores_it(kind):
     chunk = chunk_of(kind, length=20)
     kv = conditioned_of(chunk, rank=2)
     start = 7 if chunk.layout.rope.axes is None else np.array([1, 2, 3])
@@ -139,11 +139,6 @@ def test_a_patch_within_a_budget_is_applied_and_spliced_like_any_other(kind):
     found = kvp.apply_patch(chunk, patch, start, A)
     for name, value in placed_in_float64(chunk.layout, kv, chunk.local, start).items():
         np.testing.assert_allclose(found[name][:, :20], value[:, :20], atol=1e-4)
-    paged = kvp.pool.make_pool(chunk.layout, 6, 8, np.float32)
-    paged = kvp.pool.splice(paged, np.arange(24), kvp.Placed(chunk, patch, start, A))
-    for name, value in paged.items():
-        flat = np.asarray(value).reshape(value.shape[0], -1, *value.shape[3:])[..., : found[name].shape[-1]]
-        np.testing.assert_allclose(flat[:, :20], found[name][:, :20], atol=1e-5)
 
 
 def test_a_chunk_without_a_deficit_needs_no_factors():

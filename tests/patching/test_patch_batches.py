@@ -58,14 +58,6 @@ def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
         assert_same(item(apart, number), kvp.apply_patch(chunk, own, starts[number], A))
 
 
-def test_blind_reuse_of_a_batch_is_one_rotation():
-    batch = batch_of("mla")
-    found = kvp.apply_patch(batch, None, np.array([0, 5, 1000]))
-    expected = kvp.to_engine(batch.layout, batch.kv, batch.local, np.array([0, 5, 1000]))
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name])
-
-
 def test_a_batch_has_a_content_of_its_own():
     batch = batch_of("gqa")
     again, other = batch_of("gqa"), batch_of("gqa", seed=1)
