@@ -1,5 +1,5 @@
 """A chunk checks and copies what it is made of, and its content changes with every number and with no padding."""
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import copy
 import dataclasses

@@ -18,18 +18,14 @@ from tests.shared.operator_cases import chunk_of, conditioned_of
 A = ("A",)
 
 
-def weights_of(chunk: kvp.Chunk, seed: int = 3) -> InformationWeights:
-    """Weights from 0.1 to 10, equal within rotary pairs."""
-    rng, found = np.random.default_rng(seed), {}
-    for channel in chunk.layout.channels:
-        value = 10 ** rng.uniform(-1, 1, (chunk.layout.layers, channel.heads, channel.width))
-        R = channel.rotary
-        if R and chunk.layout.rope.cached == "half":
-            value[..., R // 2 : R] = value[..., : R // 2]
-        elif R:
-            value[..., 1:R:2] = value[..., 0:R:2]
-        found[channel.name] = value.reshape(chunk.layout.layers, -1).astype(np.float32)
-    return InformationWeights(found, chunk.layout, chunk.backbone)
+def weights_of(chunk: kvp.Chunk) -> InformationWeights:
+    """Weights from 0.1 to 10."""
+    rng, shapes = (
+        np.random.default_rng(3),
+        {own.name: (chunk.layout.layers, own.features) for own in chunk.layout.channels},
+    )
+    weights = {name: (10 ** rng.uniform(-1, 1, shape)).astype(np.float32) for name, shape in shapes.items()}
+    return InformationWeights(weights, layout, chunk.backbone)
 
 
 def deltas(chunk: kvp.Chunk, kv: dict) -> dict[str, np.ndarray]:
@@ -43,12 +39,8 @@ def deltas(chunk: kvp.Chunk, kv: dict) -> dict[str, np.ndarray]:
 
 def corrections(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, np.ndarray]:
     """u v of every layer and channel."""
-    found = {}
-    for name, own in patch.factors.items():
-        u, v = own.by_layer() if hasattr(own, "by_layer") else own
-        product = np.asarray(u, np.float64) @ np.asarray(v, np.float64)
-        found[name] = product[:, : chunk.length]
-    return found
+    pairs = {name: [np.asarray(leaf, np.float64) for leaf in own.by_layer()] for name, own in patch.factors.items()}
+    return {name: (u @ v)[:, : chunk.length] for name, (u, v) in pairs.items()}
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

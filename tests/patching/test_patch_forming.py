@@ -1,5 +1,5 @@
 """A patch of rank m is the best of that rank; one of full rank restores the conditioned KV at every start."""
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
 import dataclasses
 
