@@ -20,10 +20,8 @@ A = ("A",)
 
 def weights_of(chunk: kvp.Chunk) -> InformationWeights:
     """Weights from 0.1 to 10."""
-    rng, shapes = (
-        np.random.default_rng(3),
-        {own.name: (chunk.layout.layers, own.features) for own in chunk.layout.channels},
-    )
+    rng, layout = np.random.default_rng(3), chunk.layout
+    shapes = {channel.name: (layout.layers, channel.features) for channel in layout.channels}
     weights = {name: (10 ** rng.uniform(-1, 1, shape)).astype(np.float32) for name, shape in shapes.items()}
     return InformationWeights(weights, layout, chunk.backbone)
 
