@@ -118,7 +118,7 @@ def test_no_product_is_held_for_more_than_one_layer(program: str):
     assert max(sizes) == TOKENS * HEADS * WIDTH
 
 
-# --------------------------------------------------------------------------------------------- batches, derivatives
+# ------------------------------------------------------------------------------------------------------- batches
 
 
 def test_a_batch_between_layers_and_tokens_is_each_of_it():
@@ -144,4 +144,3 @@ def test_accumulate_masks_padding():
     total = ops.accumulate(ops.accumulate(zero, other, kv, 4), other, kv, 4)
     np.testing.assert_allclose(total["k"][:, :4], 2 * (other["k"] - kv["k"])[:, :4], rtol=1e-6)
     assert not total["k"][:, 4:].any()
-    assert local_of(LAYOUT, 6).shape == (6,)
