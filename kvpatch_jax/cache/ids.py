@@ -185,9 +185,11 @@ def examine(arrays: Mapping[str, Num[jax.Array | np.ndarray, "..."]], length: in
     """
     names = sorted(arrays)
     lengths = {name: arrays[name].shape[1] if name in PARTS else length for name in names}
-    launched = {
-        name: [_words(*block, np.int32(lengths[name])) for block in _blocks(name, arrays[name])] for name in names
-    }
+    launched = {}
+    for name in names:
+        # Blocks of the host are padded: what is behind the array's last token does not count.
+        counted = np.int32(min(lengths[name], arrays[name].shape[1]))
+        launched[name] = [_words(*block, counted) for block in _blocks(name, arrays[name])]
     # One transfer for all arrays.
     checked = [np.sum(words, axis=0, dtype=np.uint32) for words in jax.device_get(launched).values()]
     digest = hashlib.blake2b(digest_size=16)

@@ -1,13 +1,12 @@
-"""Parts of messages in the forms of OpenAI, vLLM and Hugging Face: what they hold, and what is refused."""
+"""A part of a message is one item in the forms of OpenAI, vLLM and Hugging Face, and any other is refused by name."""
 # pyright: reportArgumentType=false
 
 import base64
-import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from kvpatch_jax import Audio, Text, Video
 from kvpatch_jax.cache import chunk_id, content_items, part_item, part_name, unit_items
@@ -16,61 +15,29 @@ from kvpatch_jax.errors import InputError
 PAGE = np.random.default_rng(2).integers(0, 256, (16, 24, 3), np.uint8)
 
 
-def png() -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(PAGE).save(file, "PNG")
-    return file.getvalue()
-
-
-def in_base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
 def data_url(content: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{in_base64(content)}"
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-URL, FILM, SOUND = data_url(png()), data_url(b"film", "video/mp4"), data_url(b"sound", "audio/wav")
-
-
-PAGE_PARTS = [
-    {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
-    {"type": "image_url", "image_url": URL, "uuid": "page", "cache_control": {"type": "ephemeral"}},
-    {"image_url": {"url": URL}},
-    {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None},
-    {"type": "image", "image": Image.fromarray(PAGE), "text": None},
-    {"type": "image", "image": png()},
-    {"type": "image", "url": URL},
-    {"type": "image", "image": f"data:image;base64,{in_base64(png())}"},
-    {"type": "image", "image": f"DATA:IMAGE/PNG;name=a.png;base64,{in_base64(png())}"},
-    {"type": "image", "base64": base64.encodebytes(png()).decode()},
-    {"type": "image", "base64": URL},
-    {"image": PAGE},
-]
-FILM_PARTS = [
-    {"type": "video_url", "video_url": {"url": FILM}},
-    {"type": "video", "video": FILM},
-    {"type": "video", "base64": in_base64(b"film")},
-    {"type": "video", "video": b"film"},
-    {"type": "video", "video": Video(b"film")},
-]
-SOUND_PARTS = [
-    {"type": "input_audio", "input_audio": {"data": in_base64(b"sound"), "format": "wav"}},
-    {"type": "audio_url", "audio_url": {"url": SOUND}},
-    {"type": "audio", "audio": SOUND},
-    {"type": "audio", "url": SOUND},
-]
-FORMS = [(PAGE_PARTS, PAGE), (FILM_PARTS, Video(b"film")), (SOUND_PARTS, Audio(b"sound"))]
-FORMS += [
-    ([{"type": "video_url", "video_url": {"url": FILM}, "frames": 4}], Video(b"film", frames=4)),
-    ([{"audio": np.zeros(8, np.float32), "rate": 8000}], Audio(np.zeros(8, np.float32), 8000)),
-    ([{"type": "video", "video": [URL, PAGE], "rate": 1}], Video(np.stack([PAGE, PAGE]), rate=1)),
+URL, FILM, SOUND = data_url(b"BM page"), data_url(b"film", "video/mp4"), data_url(b"sound", "audio/wav")
+FORMS: list[tuple[Any, Any]] = [
+    ({"type": "image_url", "image_url": {"url": URL, "detail": "high"}}, b"BM page"),
+    ({"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None}, b"BM page"),
+    ({"type": "image", "url": URL}, b"BM page"),
+    ({"type": "image", "base64": base64.encodebytes(b"BM page").decode()}, b"BM page"),
+    ({"image": PAGE, "text": None}, PAGE),
+    ({"type": "video_url", "video_url": {"url": FILM}, "frames": 4}, Video(b"film", frames=4)),
+    ({"type": "video", "video": Video(b"film")}, Video(b"film")),
+    ({"type": "video", "video": [PAGE, PAGE], "rate": 1}, Video(np.stack([PAGE, PAGE]), rate=1)),
+    ({"type": "input_audio", "input_audio": {"data": SOUND.partition(",")[2], "format": "wav"}}, Audio(b"sound")),
+    ({"type": "audio_url", "audio_url": {"url": SOUND}}, Audio(b"sound")),
+    ({"audio": np.zeros(8, np.float32), "rate": 8000}, Audio(np.zeros(8, np.float32), 8000)),
 ]
 
 
-@pytest.mark.parametrize(("part", "item"), [(part, item) for parts, item in FORMS for part in parts])
-def test_a_medium_is_one_item_in_every_form(part, item):
-    assert chunk_id("model", part_item(part)) == chunk_id("model", item)
+def test_a_medium_is_one_item_in_every_form():
+    for part, item in FORMS:
+        assert chunk_id("model", part_item(part)) == chunk_id("model", item), part
 
 
 def test_a_file_is_named_in_every_form(tmp_path):
@@ -108,64 +75,36 @@ def linked(url: object) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-REFUSED = {
-    "an address.*fetch it first": [
-        linked("https://x.org/a.png"),
-        linked("file:///etc/a.png"),
-        {"type": "image", "image": "http://x.org/a.png"},
-        {"type": "video", "url": "s3://films/a.mp4"},
-        {"type": "image", "image": "file://server/a.png"},
-        {"type": "image", "image": "file://[server/a.png"},
-    ],
-    "expected a data URL": [
-        linked("/etc/a.png"),
-        {"type": "input_image", "image_url": {"file_id": "f-1"}},
-        {"type": "image_url", "image_url": Path("a.png")},
-    ],
-    "got data:[^,]*; expected data:image": [
-        linked("data:text/plain;base64,SGk="),
-        linked(FILM),
-        linked("data:image/a,"),
-    ],
-    "damaged base64": [
-        linked(URL[:-3]),
-        linked(URL + "é"),
-        {"type": "image", "base64": "not base64!"},
-        {"type": "input_audio", "input_audio": {"data": "?"}},
-    ],
+REFUSED: dict[str, list[Any]] = {
+    "an address.*fetch it first": [linked("https://x.org/a.png"), {"type": "video", "url": "s3://films/a.mp4"}],
+    "expected a data URL": [linked("/etc/a.png"), linked("file:///etc/a.png")],
+    "got data:[^,]*; expected data:image": [linked(FILM)],
+    "damaged base64": [linked(URL[:-3])],
     "base64 of no bytes": [{"type": "image", "base64": ""}],
     "got a (bytes|list); expected 'image'": [linked(data_url(b"no image")), {"type": "image", "image": [PAGE]}],
     r"film\.mp4'; expected 'image'": [{"type": "image", "image": "film.mp4"}],
-    r"page\.png'; expected 'video'": [{"type": "video", "video": "page.png"}],
-    r"film\.mp4'; expected 'audio'": [{"type": "audio", "path": "film.mp4"}],
     "got a Video; expected 'audio'": [{"type": "audio", "audio": Video(b"film")}],
     "got a Video; expected 'video'": [{"type": "video", "video": Video(b"film"), "fps": 2}],
-    "fps: got -1": [{"type": "video", "video": "a.mp4", "fps": -1}],
-    "expected a positive whole number": [{"type": "video", "video": "a.mp4", "frames": 10**400}],
     "expected a file's name": [{"type": "image", "image": "a\0b"}],
-    r"expected fields of \['image": [{"type": "image"}, {"type": "image_url", "image_url": None, "uuid": "page"}],
+    r"expected fields of \['image": [{"type": "image"}],
     "fields .*(min_pixels|path).*; exp": [{"image": PAGE, "min_pixels": 4}, {"image": PAGE, "path": "a.png"}],
     "got a text of type int": [{"type": "text", "text": 7}],
-    "a part of type": [
-        *({"type": "file", "file": {"file_data": URL}}, {}, "a text", None),
-        *({"type": ["image"], "image": PAGE}, {"type": PAGE, "image": PAGE}),
-    ],
+    "a part of type": [{"type": "file", "file": {"file_data": URL}}, {}, "a text", {"type": PAGE, "image": PAGE}],
 }
 
 
-@pytest.mark.parametrize(("part", "message"), [(part, reason) for reason, parts in REFUSED.items() for part in parts])
-def test_another_part_is_refused_by_what_is_wrong_with_it(part, message):
-    with pytest.raises(InputError, match=message) as refused:
-        part_item(part, "here")
-    assert len(str(refused.value)) < 1000
+@pytest.mark.parametrize("message", REFUSED)
+def test_another_part_is_refused_by_what_is_wrong_with_it(message):
+    for part in REFUSED[message]:
+        with pytest.raises(InputError, match=message) as refused:
+            part_item(part, "here")
+        assert len(str(refused.value)) < 1000
 
 
 def test_another_message_is_refused():
     for message, reason in (
         ({"content": [[{"type": "text", "text": "nested"}]]}, "here, part 0: got a part of type 'list'"),
-        ({"content": ["a text"]}, "here, part 0: got a part of type 'str'"),
         ({"content": {"type": "text", "text": "a"}}, "content of type dict"),
-        ({"content": 7}, "content of type int"),
         ({"tool_calls": {"name": "click"}}, "tool_calls of type dict"),
         ({"tool_calls": [{"function": {"x": PAGE}}]}, "no JSON"),
     ):

@@ -1,4 +1,7 @@
-"""Transitions: composed in windows, and checked. The oracle is NumPy in float64."""
+"""Transitions of hybrid models compose as matrices do, in any grouping, batch and context, and are checked.
+
+The oracle is NumPy in float64, head by head (`tests.shared.transition_cases.composed`).
+"""
 # pyright: reportArgumentType=false
 
 from typing import Any
@@ -7,112 +10,113 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.core import (
-    KVLayout,
-    Rope,
-    check_parts,
-    compose,
-    fold,
-    identity,
-)
-from kvpatch_jax.errors import KVPatchError, LayoutError, ShapeError
-
-LAYERS, BATCH, HEADS, KEY, VALUE, ROWS, WIDTH = 2, 3, 2, 8, 6, 3, 10
-PLAIN = KVLayout.gqa(3, 2, 8, Rope(1e4, 8))
-LAYOUT = PLAIN.with_transitions([0, 2], HEADS, KEY, VALUE, tail=(ROWS, WIDTH))
+from kvpatch_jax import joined
+from kvpatch_jax.core import check_parts, compose, fold, identity, to_engine
+from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, ShapeError
+from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, close, composed, drawn
 
 
-def drawn(length: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """A transition [L, B, R, K, W] of `length` tokens, and the inputs of its convolution, [L, B, length, 1, C]."""
-    rng = np.random.default_rng(seed)
-    map_ = rng.uniform(size=(LAYERS, BATCH, KEY, HEADS, KEY)) / KEY**0.5
-    inputs = rng.normal(size=(LAYERS, BATCH, length, 1, WIDTH))
-    behind = np.concatenate((np.zeros((LAYERS, BATCH, ROWS, 1, WIDTH)), inputs), 2)[:, :, -ROWS:]
-    state = rng.normal(size=(LAYERS, BATCH, KEY, HEADS, VALUE))
-    parts = {"map": map_, "state": state, "tail": behind}
-    return {name: array.astype(np.float32) for name, array in parts.items()}, inputs.astype(np.float32)
-
-
-def matrices(map_: Any) -> np.ndarray:
-    """Maps as matrices, [..., K, Dk, Dk] in float64."""
-    return np.moveaxis(np.asarray(map_, np.float64), -2, -3)
-
-
-def close(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
-    assert set(got) == set(expected)
-    for name in expected:
-        np.testing.assert_allclose(got[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+def stretch(length: int, seed: int, batch: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
+    """The transition of some tokens; the tail of fewer than its convolution reads begins with zeros."""
+    parts = {name: value for name, value in drawn(seed=seed, batch=batch).items() if name in PARTS}
+    rows = parts["tail"].shape[-3]
+    parts["tail"][..., : rows - min(length, rows), :, :] = 0
+    return parts
 
 
 def test_stretches_are_composed_as_matrices_are():
     """Stretches of fewer tokens than the convolution reads among them, and one of none."""
     lengths = [4, 1, 0, 2, 7]
-    stretches, inputs = zip(*(drawn(length, seed) for seed, length in enumerate(lengths)), strict=True)
-    matrix, state = np.eye(KEY), np.zeros((LAYERS, BATCH, HEADS, KEY, VALUE))
-    for index, stretch in enumerate(stretches):
-        step = matrices(stretch["map"])
-        matrix, state = step @ matrix, step @ state + np.moveaxis(stretch["state"].astype(np.float64), -2, -3)
-        tail = np.concatenate([np.zeros((LAYERS, BATCH, ROWS, 1, WIDTH)), *inputs[: index + 1]], 2)[:, :, -ROWS:]
-        got = fold(stretches[: index + 1], lengths[: index + 1])
-        np.testing.assert_allclose(matrices(got["map"]), matrix, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(np.moveaxis(got["state"], -2, -3), state, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(got["tail"], tail)
+    stretches = [stretch(length, seed) for seed, length in enumerate(lengths)]
+    for count in range(1, len(lengths) + 1):
+        close(fold(stretches[:count], lengths[:count]), composed(stretches[:count], lengths[:count]), 1e-5)
+    # Composition is associative.
+    front, behind = fold(stretches[:2], lengths[:2]), fold(stretches[2:], lengths[2:])
+    close(compose(front, behind, sum(lengths[2:])), composed(stretches, lengths), 1e-5)
 
 
-def test_each_row_of_a_batch_may_have_lengths_of_its_own():
-    pieces = [[drawn(length, 10 * index + length)[0] for length in (1, 2, 5)] for index in range(2)]
-    rows = [
-        {name: np.stack([row[name][0, 0] for row in piece])[None] for name in piece[0]} for piece in pieces
-    ]  # [1, B, R, K, W]
-    got = compose(rows[0], rows[1], jnp.array([[1, 2, 5]]))
-    for index, length in enumerate((1, 2, 5)):
-        first, second = ({name: value[:, index] for name, value in row.items()} for row in rows)
-        apart = compose(first, second, length)
-        close({name: value[:, index] for name, value in got.items()}, apart)
+def test_rows_of_a_batch_may_have_lengths_of_their_own():
+    lengths, batch = (1, 2, 5), (3,)
+    first, second = stretch(9, 0, batch), stretch(9, 1, batch)
+    found = compose(first, second, jnp.array(lengths))
+    for row, length in enumerate(lengths):
+        pieces = [{name: value[:, row] for name, value in parts.items()} for parts in (first, second)]
+        close({name: np.asarray(value)[:, row] for name, value in found.items()}, composed(pieces, [9, length]), 1e-5)
 
 
 def test_no_tokens_change_nothing():
-    layout, (own, _) = LAYOUT, drawn(5, 0)
-    nothing = identity(layout, (BATCH,))
-    check_parts(layout, nothing, "nothing", (BATCH,))
-    close(compose(nothing, own, 5), own, 1e-6)
-    close(compose(own, nothing, 0), own, 1e-6)
+    parts = stretch(5, 0, (2,))
+    nothing = identity(LAYOUT, (2,))
+    check_parts(LAYOUT, nothing, "nothing", (2,))
+    for found in (compose(nothing, parts, 5), compose(parts, nothing, 0)):
+        close(found, {name: value.astype(np.float64) for name, value in parts.items()}, 1e-6)
     assert identity(PLAIN) == {}
-    assert identity(layout, tail_dtype=jnp.bfloat16)["tail"].dtype == jnp.bfloat16
+    assert identity(LAYOUT, tail_dtype=jnp.bfloat16)["tail"].dtype == jnp.bfloat16
+
+
+# ------------------------------------------------------------------------------------------------------- contexts
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_context_has_rows_side_by_side_and_transitions_composed(name: str):
+    layout, counts = LAYOUTS[name], (2, 1, 5)
+    pieces = [drawn(layout, seed, tokens) for seed, tokens in enumerate(counts)]
+    placed = [to_engine(layout, kv, np.arange(n, dtype=np.float32), 9) for kv, n in zip(pieces, counts, strict=True)]
+    context = joined(*placed)
+    layout.check(context)
+    wanted = composed(pieces, list(counts))
+    close({part: np.asarray(context[part])[:, 0] for part in wanted}, wanted)
+    for row in "kv":
+        assert (np.asarray(context[row])[:, 0] == np.concatenate([np.asarray(kv[row]) for kv in placed], axis=1)).all()
+    # With the true lengths of padded pieces.
+    short = joined(*placed, lengths=[2, 1, 1])
+    wanted = composed(pieces, [2, 1, 1])
+    close({part: np.asarray(short[part])[:, 0] for part in wanted}, wanted)
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_parts_that_make_no_context_are_refused(unchecked):
+    kv, other = drawn(), drawn(PLAIN.with_transitions(LINEAR, 3, 5, 4, tail=(3, 10)))
+    for parts, error in (
+        ((kv, other), ShapeError),
+        ((kv, {name: value for name, value in kv.items() if name != "tail"}), LayoutError),
+        (({name: value for name, value in kv.items() if name != "state"},), LayoutError),
+    ):
+        with pytest.raises(error, match="joined"):
+            joined(*parts)
+    with pytest.raises(InputError, match="joined: got 1 lengths of 2 parts"):
+        joined(kv, kv, lengths=[3])
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_parts_that_are_wrong_are_named():
-    layout, (own, _) = LAYOUT, drawn(5, 0)
-    check_parts(layout, own, "parts", (BATCH,))
-    check_parts(PLAIN, None, "parts", (BATCH,))
-
-    def changed(name: str, value: Any) -> dict[str, Any]:
-        return {**own, name: value}
-
+    parts: dict[str, Any] = stretch(5, 0, (3,))
+    check_parts(LAYOUT, parts, "parts", (3,))
+    check_parts(PLAIN, None, "parts", (3,))
     rows = {name: np.zeros((1, 4, 2, 8), np.float32) for name in ("k", "v")}
     cases: list[tuple[Any, type[KVPatchError], str]] = [
         (rows, LayoutError, r"parts: got \['k', 'v'\]; expected parts of a transition, map, state, tail"),
         (None, LayoutError, "parts: got a NoneType"),
-        (own["map"], LayoutError, "parts: got a ndarray"),
-        ({name: own[name] for name in ("map", "state")}, LayoutError, r"got \['map', 'state'\]"),
+        (parts["map"], LayoutError, "parts: got a ndarray"),
+        ({name: parts[name] for name in ("map", "state")}, LayoutError, r"got \['map', 'state'\]"),
         (
-            changed("state", own["state"][..., :1, :]),
+            parts | {"state": parts["state"][..., :1, :]},
             ShapeError,
-            r"parts\['state'\]: got float32 .* expected floating-point \(2, 3, 8",
+            r"state'\]: got float32 .* floating-point \(3, 3, 6",
         ),
-        (changed("state", own["state"][:1]), ShapeError, "state"),
-        (changed("tail", own["tail"][:, :, :1]), ShapeError, "tail"),
-        (changed("map", own["map"][:, 0]), ShapeError, "map"),
-        (changed("state", own["state"].astype(int)), ShapeError, "state"),
-        (changed("state", None), ShapeError, r"parts\['state'\]: got NoneType"),
+        (parts | {"tail": parts["tail"][:, :, :1]}, ShapeError, "tail"),
+        (parts | {"map": parts["map"][:, 0]}, ShapeError, "map"),
+        (parts | {"state": parts["state"].astype(int)}, ShapeError, "state"),
+        (parts | {"state": None}, ShapeError, r"parts\['state'\]: got NoneType"),
     ]
     for wrong, error, message in cases:
         with pytest.raises(error, match=message):
-            check_parts(layout, wrong, "parts", (BATCH,))
+            check_parts(LAYOUT, wrong, "parts", (3,))
     with pytest.raises(ShapeError, match="map"):
-        check_parts(layout, own, "parts", (BATCH + 1,))
+        check_parts(LAYOUT, parts, "parts", (4,))
     with pytest.raises(LayoutError, match="without transitions"):
-        check_parts(PLAIN, own, "parts", (BATCH,))
+        check_parts(PLAIN, parts, "parts", (3,))
     with pytest.raises(LayoutError, match="expected"):
-        layout.check(own, "kv")
+        LAYOUT.check(parts, "kv")

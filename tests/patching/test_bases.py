@@ -1,30 +1,35 @@
-"""Bases in place of the canonical: their numbers, their names, and that patches of one are refused on another."""
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+"""Mean bases and shared directions are those of their inputs, named by them, and refused for one another."""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Member
-from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.patching import mean_base
+from kvpatch_jax.cache import Antecedent, Member
+from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, ShapeError
+from kvpatch_jax.patching import Basis, check_in_basis, fit_basis, form_in_basis, mean_base, with_basis
 from kvpatch_jax.store import ChunkStore
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
+from tests.shared.arrays import placed
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
 
 CHUNK = chunk_of("gqa", length=20, content="what it shows")
 KVS = [conditioned_of(CHUNK, seed=seed) for seed in range(3)]
 BEHIND = [[Member(name, f"content {name}")] for name in "XYZ"]
 
+# ------------------------------------------------------------------------------------------- bases of several chunks
 
-def test_the_mean_is_that_of_all_antecedents_and_has_no_padding():
-    base = mean_base(CHUNK, KVS, BEHIND)
-    for name, value in base.kv.items():
-        wanted = np.mean([np.asarray(kv[name], np.float64) for kv in KVS], axis=0)
-        np.testing.assert_allclose(value[:, :20], wanted[:, :20], atol=1e-6)
-        assert not np.asarray(value)[:, 20:].any()
+
+def test_a_mean_base_is_the_mean_of_all_antecedents_without_padding():
+    base = mean_base(CHUNK, iter(KVS), BEHIND)
+    batch = dataclasses.replace(CHUNK, kv=kv_of(LAYOUTS["gqa"], 24, batch=(2,)))
+    kvs = [kv_of(LAYOUTS["gqa"], 24, seed=seed, batch=(2,)) for seed in (3, 4)]
+    for found, inputs in ((base, KVS), (mean_base(batch, kvs, [["X"], ["Y"]]), kvs)):
+        for name, value in found.kv.items():
+            wanted = np.mean([np.asarray(kv[name], np.float64) for kv in inputs], axis=0)
+            np.testing.assert_allclose(value[..., :20, :, :], wanted[..., :20, :, :], atol=1e-6)
+            assert not np.asarray(value)[..., 20:, :, :].any()
     assert (base.id, base.content, base.length, base.places) == (CHUNK.id, CHUNK.content, 20, CHUNK.places)
 
 
@@ -61,48 +66,106 @@ def test_a_patch_of_one_base_is_refused_on_another():
                     kvp.Placed(other, patch, 9, BEHIND[0])
 
 
-@pytest.mark.nightly
-def test_a_base_is_encoded_and_patched_within_a_budget():
-    base = kvp.encode_chunk(mean_base(CHUNK, KVS[1:], BEHIND[1:]), "k6v6")
-    patch = kvp.form_patch(base, KVS[0], kvp.patching.ByteBudget(3000), BEHIND[0], dtype="int4")
-    assert (patch.metadata.chunk.lead, patch.metadata.chunk.encoding) == (base.lead, "k6v6g32")
-    found = dict(kvp.apply_patch(base, patch, 0, BEHIND[0]))
-    blind = dict(kvp.apply_patch(base, None, 0, BEHIND[0]))
-    wanted = kvp.to_engine(CHUNK.layout, KVS[0], CHUNK.local, 0)
-    for name in wanted:
-        errors = [np.square(np.asarray(own[name] - wanted[name])[:, :20]).sum() for own in (found, blind)]
-        assert errors[0] < errors[1] / 3
+# -------------------------------------------------------------------------------------------------- shared directions
 
 
-def test_bases_of_a_chunk_lie_in_a_store_side_by_side(tmp_path):
-    bases = [mean_base(CHUNK, KVS, BEHIND), mean_base(CHUNK, KVS[:1], BEHIND[:1])]
-    with ChunkStore(tmp_path, secret=b"0" * 32) as store:
-        for base in bases:
-            store.put(base)
-        for base in bases:
-            found = store.get(CHUNK.id, "tiny", lead=base.lead)
-            np.testing.assert_array_equal(found.kv["k"], base.kv["k"])
-        assert store.get(CHUNK.id, "tiny") is None
+def behind(seed: int, chunk: kvp.Chunk = CHUNK) -> dict:
+    """Deficits within four directions of each layer that all seeds share."""
+    rng, shared, kv = np.random.default_rng(seed), np.random.default_rng(99), {}
+    for channel in chunk.layout.channels:
+        v = shared.standard_normal((chunk.layout.layers, 4, channel.features))
+        u = rng.standard_normal((chunk.layout.layers, chunk.tokens, 4)) * np.array([3, 2, 1, 0.5])
+        value = np.asarray(chunk.kv[channel.name])
+        kv[channel.name] = placed(value + (u @ v).reshape(value.shape).astype(np.float32))
+    return kv
 
 
-def test_a_batch_of_chunks_has_a_batch_of_bases():
-    layout = LAYOUTS["gqa"]
-    fields = {field.name: getattr(CHUNK, field.name) for field in dataclasses.fields(kvp.Chunk)}
-    batch = kvp.Chunk(**fields | {"kv": kv_of(layout, 24, batch=(2,))})
-    kvs = [kv_of(layout, 24, seed=seed, batch=(2,)) for seed in (3, 4)]
-    base = mean_base(batch, kvs, [["X"], ["Y"]])
-    wanted = (np.asarray(kvs[0]["v"]) + np.asarray(kvs[1]["v"])) / 2
-    np.testing.assert_allclose(base.kv["v"][:, :, :20], wanted[:, :, :20], atol=1e-6)
+@pytest.fixture(scope="module")
+def basis() -> Basis:
+    return fit_basis([(CHUNK, behind(seed)) for seed in range(3)], 4)
 
 
-def test_what_makes_no_base_is_refused(unchecked):
-    packed = kvp.encode_chunk(CHUNK, "k4v4")
+def test_a_basis_has_the_directions_that_deficits_share(basis):
+    """Against the singular vectors of all deficits one above the other, in float64."""
+    for name, found in basis.directions.items():
+        deficits = [np.asarray(behind(seed)[name], np.float64) - np.asarray(CHUNK.kv[name]) for seed in range(3)]
+        stacked = np.concatenate([own[:, :20].reshape(3, 20, 32) for own in deficits], axis=1)
+        for layer in range(3):
+            wanted = np.linalg.svd(stacked[layer])[2][:4]
+            np.testing.assert_allclose(np.abs(np.asarray(found[layer]) @ wanted.T), np.eye(4), atol=1e-3)
+
+
+def test_a_deficit_that_was_not_fitted_is_recovered_by_coefficients_alone(basis):
+    unseen = behind(17)
+    patch = form_in_basis(CHUNK, unseen, basis, ["A"])
+    found = kvp.apply_patch(CHUNK, patch, 5, ["A"])
+    for name, value in placed_in_float64(CHUNK.layout, unseen, CHUNK.local, 5).items():
+        np.testing.assert_allclose(found[name][:, :20], value[:, :20], atol=1e-4)
+    assert patch.nbytes == 2 * 3 * 24 * 4 * 4
+    assert patch.factors["k"][1] is basis.directions["k"]  # no copy
+    assert kvp.quantise(patch, "int8").nbytes == 2 * 3 * 24 * 4 + 2 * 3 * 4 * 4  # and scales
+    assert kvp.keep_layers(patch, (1,)).nbytes == patch.nbytes // 3
+    assert form_in_basis(CHUNK, unseen, basis, ["A"], np.int64(2)).nbytes == patch.nbytes // 2
+
+
+def test_smaller_patches_stay_in_their_basis(basis):
+    patch = form_in_basis(CHUNK, behind(17), basis, [Member("A", "one")], 4)
+    small = [kvp.truncate(patch, 2), kvp.keep_layers(patch, (0, 2)), patch.pad(32), kvp.quantise(patch, "int8")]
+    small += [kvp.keep_layers(form_in_basis(CHUNK, behind(17), basis, ["A"], 3), [1, 2])]
+    for own in small:
+        check_in_basis(own, basis)
+        assert own.metadata.basis == basis.digest
+        assert with_basis(own, basis).ranks == own.ranks
+    assert small[0].metadata.antecedent == Antecedent.of(Member("A", "one"))
+    correction = kvp.correction_patch(CHUNK, patch, behind(18), 4, ["C"])
+    assert kvp.update_patch(patch, correction).metadata.basis is None
+
+
+def test_another_basis_is_refused(basis):
+    other = fit_basis([(CHUNK, conditioned_of(CHUNK))], 4)
+    patch = form_in_basis(CHUNK, behind(17), basis, ["A"], 4)
+    assert other.digest != basis.digest
+    with pytest.raises(PatchMismatchError, match=rf"formed in basis {basis.digest}; expected {other.digest}"):
+        with_basis(patch, other)
+    moved = {name: (u, -v) for name, (u, v) in patch.factors.items()}
+    with pytest.raises(PatchMismatchError, match="directions of 'k'"):
+        check_in_basis(kvp.Patch(moved, patch.metadata), basis)
+    with pytest.raises(PatchMismatchError, match="basis: got backbone"):
+        form_in_basis(dataclasses.replace(CHUNK, backbone="other"), behind(17), basis, ["A"], 4)
+    deep = chunk_of("blocked")
+    with pytest.raises(PatchMismatchError, match="basis: got backbone"):
+        form_in_basis(deep, conditioned_of(deep), basis, ["A"], 4)
+
+
+def test_what_makes_no_base_and_no_basis_is_refused(basis, unchecked: None):
+    pair, packed = (CHUNK, behind(0)), kvp.encode_chunk(CHUNK, "k4v4")
+    short = {name: np.zeros((3, 2, 2, 16), np.float32) for name in "kv"}
     for error, call in (
         (InputError, lambda: mean_base(CHUNK, [], [])),
         (InputError, lambda: mean_base(CHUNK, KVS, BEHIND[:2])),
+        (InputError, lambda: mean_base(CHUNK, KVS[:2], BEHIND)),
         (InputError, lambda: mean_base("chunk", KVS, BEHIND)),
         (InputError, lambda: mean_base(packed, KVS, BEHIND)),
-        (ShapeError, lambda: mean_base(CHUNK, [{name: jnp.zeros((3, 2, 2, 16)) for name in "kv"}], BEHIND[:1])),
+        (ShapeError, lambda: mean_base(CHUNK, [short], BEHIND[:1])),
+        (InputError, lambda: fit_basis([], 4)),
+        (InputError, lambda: fit_basis([pair], 0)),
+        (InputError, lambda: fit_basis([pair], 33)),
+        (LayoutError, lambda: fit_basis([pair], {"q": 4})),
+        (ShapeError, lambda: Basis({"k": np.zeros((3, 4, 31))}, CHUNK.layout, "tiny")),
+        (InputError, lambda: form_in_basis(CHUNK, behind(0), basis, ["A"], 0)),
     ):
         with pytest.raises(error, match="got"):
             call()
+    assert fit_basis([pair], {"k": 2}).ranks == {"k": 2}
+
+
+def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
+    """Used within one minute; the basis was put first."""
+    with ChunkStore(tmp_path, memory=0) as store:
+        store.put_basis(basis)
+        store.put_patches([form_in_basis(CHUNK, behind(seed), basis, [f"A{seed}"], 4) for seed in range(3)])
+        held = store.usage().bytes
+    with ChunkStore(tmp_path, memory=0, root_budget=held) as store:
+        store.put_encoder("other", "tiny", np.zeros(8, np.float32))
+        assert store.patch_count(CHUNK.id, "tiny") < 3
+        assert store.get_basis(basis.digest, CHUNK.layout, "tiny") is not None

@@ -1,4 +1,4 @@
-"""Patches of hybrid chunks: factors of a transition's parts, beside those of rows or alone.
+"""Patches of hybrid chunks correct each part of a transition by its own rows, and leave it bit by bit where unnamed.
 
 The oracles are NumPy's decomposition and differences in float64.
 """
@@ -6,121 +6,71 @@ The oracles are NumPy's decomposition and differences in float64.
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.cache import check_factors, encode_chunk, patch_digest
-from kvpatch_jax.core import KVLayout, Rope, ops, to_engine
+import kvpatch_jax as kvp
+from kvpatch_jax.cache import check_factors, patch_digest
+from kvpatch_jax.core import ops
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError, ShapeError
-from kvpatch_jax.patching import (
-    ByteBudget,
-    Placed,
-    accumulate,
-    apply_patch,
-    correction_patch,
-    fit_basis,
-    form_patch,
-    keep_layers,
-    orbit_patch,
-    quantise,
-    removal_patch,
-    truncate,
-    update_patch,
-)
-from kvpatch_jax.patching.bases import mean_base
-from kvpatch_jax.pool import make_pool, read_slots, splice
-from tests.shared.arrays import placed
-from tests.shared.transition_cases import LAYOUT, LAYOUTS, TOKENS, chunk_of, close, drawn
+from kvpatch_jax.patching import fit_basis, mean_base
+from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, TOKENS, chunk_of, close, drawn
 
-PARTS = ("map", "state", "tail")
 LOCAL = np.arange(TOKENS, dtype=np.float32)
 A, C = ("A",), ("C",)
 WHOLE = {"rows": 99, "transition": 99}
 
 
-def flat(value) -> np.ndarray:
-    value = np.asarray(value, np.float64)
-    return value.reshape(*value.shape[:-2], -1)
-
-
 def best(delta: np.ndarray, rank: int) -> np.ndarray:
     """The nearest matrices of a rank, [..., T, F]."""
-    u, singular, v = np.linalg.svd(flat(delta), full_matrices=False)
+    u, singular, v = np.linalg.svd(delta.reshape(*delta.shape[:-2], -1), full_matrices=False)
     return ((u[..., :rank] * singular[..., None, :rank]) @ v[..., :rank, :]).reshape(delta.shape)
 
 
-def arrays(kv):
-    return {name: placed(value) for name, value in kv.items()}
-
-
 def placed_kv(chunk, patch=None, start=5, **options):
-    return {name: np.asarray(value) for name, value in apply_patch(chunk, patch, start, **options).items()}
+    return {name: np.asarray(value) for name, value in kvp.apply_patch(chunk, patch, start, **options).items()}
+
+
+def parts_close(found, wanted, bar: float = 2e-6) -> None:
+    """Compares the parts of a transition alone."""
+    wanted = {name: np.asarray(value, np.float64) for name, value in wanted.items() if name in PARTS}
+    close({name: value for name, value in found.items() if name in PARTS}, wanted, bar)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_whole_patch_gives_the_conditioned_transition(name: str):
     layout = LAYOUTS[name]
     chunk, target = chunk_of(layout, length=5), drawn(layout, seed=1)
-    patch = form_patch(chunk, target, WHOLE, A)
+    patch = kvp.form_patch(chunk, target, WHOLE, A)
     assert patch.tokens == TOKENS
     assert patch.ranks["map"] is None
     found = placed_kv(chunk, patch, antecedent=A)
-    close({n: found[n] for n in layout.names if n in PARTS}, {n: target[n] for n in layout.names if n in PARTS})
-    rows = to_engine(layout, target, LOCAL, 5)
+    parts_close(found, target)
+    rows = kvp.to_engine(layout, target, LOCAL, 5)
     for row in "kv":
         assert np.abs(found[row][:, :5] - np.asarray(rows[row])[:, :5]).max() < 2e-5
     # No patch is one rotation, and a patch of rows alone leaves every bit of the transition.
-    blind, alone = placed_kv(chunk), placed_kv(chunk, form_patch(chunk, target, {"rows": 2}, A), antecedent=A)
+    blind, alone = placed_kv(chunk), placed_kv(chunk, kvp.form_patch(chunk, target, {"rows": 2}, A), antecedent=A)
     for part in layout.parts:
         assert (blind[part.name] == chunk.kv[part.name]).all()
         assert (alone[part.name] == chunk.kv[part.name]).all()
 
 
-@pytest.mark.nightly
 def test_low_ranks_are_the_best_of_each_part():
     chunk, target = chunk_of(), drawn(seed=1)
-    patch = form_patch(chunk, target, 2, A, method="exact", dense=False)
+    patch = kvp.form_patch(chunk, target, 2, A, method="exact", dense=False)
     assert patch.ranks == {"k": 2, "v": 2, "map": 2, "state": 2, "tail": 2}
     for name, value in ops.correction(LAYOUT, dict(patch.factors)).items():
         wanted = best(target[name].astype(np.float64) - chunk.kv[name], 2)
         assert np.abs(np.asarray(value) - wanted).max() <= 1e-5 * np.abs(wanted).max(), name
     # More than the rows of a part, fewer than the tokens.
-    more = form_patch(chunk, target, {"k": 4, "tail": 4}, A, dense=False)
+    more = kvp.form_patch(chunk, target, {"k": 4, "tail": 4}, A, dense=False)
     assert (more.ranks["k"], more.ranks["tail"]) == (4, 3)
 
 
-@pytest.mark.nightly
-def test_a_batch_is_patched_as_each_of_it():
-    chunk, target = chunk_of(batch=(2,)), drawn(seed=1, batch=(2,))
-    patch = form_patch(chunk, target, 2, A, method="exact")
-    assert patch.batch == 2
-    found = placed_kv(chunk, patch, antecedent=A)
-    for row in range(2):
-        one = dataclasses.replace(chunk, kv={n: v[:, row] for n, v in chunk.kv.items()}, content=None)
-        own = form_patch(one, {n: v[:, row] for n, v in target.items()}, 2, A, method="exact")
-        wanted = placed_kv(one, own, antecedent=A)
-        close({n: v[:, row] for n, v in found.items()}, {n: v.astype(np.float64) for n, v in wanted.items()}, 1e-5)
-
-
-@pytest.mark.nightly
-def test_a_budget_in_bytes_is_spent_on_parts_too():
-    chunk, target = chunk_of(length=2), drawn(seed=1)
-    budget = ByteBudget.share(chunk, 0.25)
-    assert budget.nbytes == (LAYOUT.bytes_per_token() * 2 + LAYOUT.transition_bytes(jnp.bfloat16)) // 4
-    patch = form_patch(chunk, target, ByteBudget(60_000), A, dtype="float32")
-    assert set(patch.factors) == set(LAYOUT.names)
-    # All directions: of parts all rows, though the chunk has but two tokens.
-    close({n: placed_kv(chunk, patch, antecedent=A)[n] for n in PARTS}, {n: target[n] for n in PARTS}, 1e-5)
-    fewer = form_patch(chunk, target, budget, A)
-    assert fewer.nbytes <= budget.nbytes
-    assert fewer.pad(9).tokens == 9
-
-
-@pytest.mark.nightly
 def test_operations_on_patches_keep_what_a_transition_has():
     chunk, target, other = chunk_of(length=5), drawn(seed=1), drawn(seed=2)
-    patch = form_patch(chunk, target, 3, A, method="exact", dense=False)
+    patch = kvp.form_patch(chunk, target, 3, A, method="exact", dense=False)
     padded = patch.pad(9)
     assert padded.tokens == 9
     assert all(padded.factors[n] is patch.factors[n] for n in PARTS)
@@ -130,79 +80,51 @@ def test_operations_on_patches_keep_what_a_transition_has():
     for name in PARTS:
         assert (wide[name] == narrow[name]).all()
 
-    cut = truncate(patch, {"transition": 1})
+    cut = kvp.truncate(patch, {"transition": 1})
     assert cut.ranks == {"k": 3, "v": 3, "map": 1, "state": 1, "tail": 1}
-    deep = keep_layers(patch, (3, 4))
+    deep = kvp.keep_layers(patch, (3, 4))
     assert {name: np.shape(deep.factors[name][0])[0] for name in deep.factors} == dict.fromkeys(LAYOUT.names, 1)
     kept = placed_kv(chunk, deep, antecedent=A)
     for name in PARTS:
         assert (kept[name][:2] == chunk.kv[name][:2]).all()
         assert (kept[name][2] == narrow[name][2]).all()
-    rounded = placed_kv(chunk, quantise(patch, "int8"), antecedent=A)
+    rounded = placed_kv(chunk, kvp.quantise(patch, "int8"), antecedent=A)
     for name in PARTS:
         assert 0 < np.abs(rounded[name] - narrow[name]).max() < 0.05
 
     # Behind another antecedent: a correction, folded in, is the patch formed there.
     small = {n: target[n] + 0.1 * other[n] for n in LAYOUT.names}
-    correction = correction_patch(chunk, patch, small, 99, C)
-    folded = update_patch(patch, quantise(correction, "float32"), WHOLE | {"rows": 5})
+    correction = kvp.correction_patch(chunk, patch, small, 99, C)
+    folded = kvp.update_patch(patch, kvp.quantise(correction, "float32"), WHOLE | {"rows": 5})
     found = placed_kv(chunk, folded, antecedent=C)
-    close({n: found[n] for n in PARTS}, {n: small[n] for n in PARTS}, 1e-5)
+    parts_close(found, small, 1e-5)
     # The mean over orders, and a survivor whose antecedent left.
-    acc = accumulate(accumulate(None, target, chunk, ("A", "C")), other, chunk, ("C", "A"))
-    mean = placed_kv(chunk, orbit_patch(acc, WHOLE), antecedent=("C", "A"))
-    close({n: mean[n] for n in PARTS}, {n: (target[n].astype(float) + other[n]) / 2 for n in PARTS}, 1e-5)
-    gone = removal_patch(chunk, other, target, WHOLE, ("B",), ("A", "B"))
+    acc = kvp.accumulate(kvp.accumulate(None, target, chunk, ("A", "C")), other, chunk, ("C", "A"))
+    mean = placed_kv(chunk, kvp.orbit_patch(acc, WHOLE), antecedent=("C", "A"))
+    parts_close(mean, {n: (target[n].astype(float) + other[n]) / 2 for n in PARTS}, 1e-5)
+    gone = kvp.removal_patch(chunk, other, target, WHOLE, ("B",), ("A", "B"))
     behind = placed_kv(chunk, gone, antecedent=("B",), base=target, base_antecedent=("A", "B"))
-    close({n: behind[n] for n in PARTS}, {n: other[n] for n in PARTS}, 1e-5)
-
-
-@pytest.mark.nightly
-def test_an_encoded_base_is_patched_part_by_part():
-    chunk, target = encode_chunk(chunk_of(), "k4v4"), drawn(seed=1)
-    patch = form_patch(chunk, target, WHOLE, A, dtype="float32")
-    found = placed_kv(chunk, patch, antecedent=A)
-    for name in PARTS:
-        assert found[name].dtype == jnp.bfloat16
-        assert np.abs(np.asarray(found[name], np.float32) - target[name]).max() <= 2**-7 * np.abs(target[name]).max()
-    rows = form_patch(chunk, target, {"rows": 9}, A)
-    assert (placed_kv(chunk, rows, antecedent=A)["k"] == found["k"]).all()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_splice_writes_the_rows_that_apply_patch_gives(packed: bool):
-    chunk = chunk_of(rows=jnp.bfloat16)
-    chunk = encode_chunk(chunk, "k8v8") if packed else chunk
-    patch = form_patch(chunk, drawn(seed=1), 2, A)
-    there = Placed(chunk, patch, 5, A)
-    pool = make_pool(LAYOUT, 3, 8)
-    assert set(pool) == {"k", "v"}
-    assert pool["k"].shape == (2, 3, 8, 2, 8)
-    slots = np.array([9, 3, 4, 20, 21, 22, 1], np.int32)
-    found, wanted = read_slots(splice(pool, slots, there), placed(slots), LAYOUT), there.apply()
-    for row in "kv":
-        assert (np.asarray(found[row]) == np.asarray(wanted[row])).all()
+    parts_close(behind, other, 1e-5)
 
 
 def test_bases_have_a_transition_too():
     chunk, one, two = chunk_of(length=5), drawn(seed=1), drawn(seed=2)
     mean = mean_base(chunk, [one, two], [A, C])
-    close({n: mean.kv[n] for n in PARTS}, {n: (one[n].astype(float) + two[n]) / 2 for n in PARTS})
+    parts_close(mean.kv, {n: (one[n].astype(float) + two[n]) / 2 for n in PARTS})
     assert not np.asarray(mean.kv["k"])[:, 5:].any()
 
 
 def test_what_fits_no_transition_is_refused(unchecked):
     chunk, target = chunk_of(), drawn(seed=1)
-    patch = form_patch(chunk, target, 2, A, dense=False)
+    patch = kvp.form_patch(chunk, target, 2, A, dense=False)
     with pytest.raises(LayoutError, match="basis"):
         fit_basis([(chunk, target)], 2)
     with pytest.raises(InputError, match="got rank 0"):
-        form_patch(chunk, target, 0, A)
+        kvp.form_patch(chunk, target, 0, A)
     with pytest.raises(LayoutError, match="got channels"):
-        form_patch(chunk, {n: v for n, v in target.items() if n != "map"}, 2, A)
+        kvp.form_patch(chunk, {n: v for n, v in target.items() if n != "map"}, 2, A)
     with pytest.raises(NotFiniteError, match="'map'"):
-        form_patch(chunk, target | {"map": target["map"] * np.nan}, 2, A)
+        kvp.form_patch(chunk, target | {"map": target["map"] * np.nan}, 2, A)
     u, v = patch.factors["state"]
     for factors in (
         {"state": (u[:, :5], v)},
@@ -213,9 +135,9 @@ def test_what_fits_no_transition_is_refused(unchecked):
     ):
         with pytest.raises(ShapeError, match="patch: got"):
             check_factors(factors, patch.metadata)
-    other = KVLayout.gqa(5, 2, 8, Rope(1e4, 8)).with_transitions((0, 1, 3), 3, 6, 4, tail=(2, 10))
+    other = PLAIN.with_transitions(LINEAR, 3, 6, 4, tail=(2, 10))
     wrong = dataclasses.replace(chunk, kv=target | {"tail": target["tail"][:, 1:]}, layout=other, content=chunk.content)
     with pytest.raises(PatchMismatchError, match="got layout"):
-        apply_patch(wrong, patch, 0, A)
+        kvp.apply_patch(wrong, patch, 0, A)
     with pytest.raises(InputError, match="got the canonical"):
-        removal_patch(chunk, target, chunk.kv, 2, ("B",), A)
+        kvp.removal_patch(chunk, target, chunk.kv, 2, ("B",), A)

@@ -1,4 +1,4 @@
-"""What a patch knows of itself: its readout error, sizes as shares with a floor, few bits, and refusal."""
+"""A patch knows how much of blind reuse's readout error it leaves, and one that would not help is refused."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 # pyright: reportCallIssue=false, reportOptionalOperand=false, reportOperatorIssue=false
 
@@ -10,8 +10,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.core import PackedArray, ops
-from kvpatch_jax.errors import InputError, WorseThanBlindError
-from kvpatch_jax.patching.byte_budget import LEAST_DIRECTIONS
+from kvpatch_jax.errors import WorseThanBlindError
 from tests.shared.operator_cases import chunk_of, conditioned_of, kv_of
 
 A = ("A",)
@@ -27,10 +26,10 @@ def read(kv: dict, kind: str, queries: np.ndarray, length: int) -> np.ndarray:
     return np.einsum("kps,ske->pke", weights, values[:length])
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
-def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind):
+@pytest.mark.parametrize(("kind", "tokens", "bar"), [("gqa", 64, 1e-4), ("mla", 24, 0.1)])
+def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str, tokens: int, bar: float):
     """Against NumPy, layer by layer: patched and blind readouts, relative to those of the conditioned KV."""
-    chunk = chunk_of(kind, length=20)
+    chunk = chunk_of(kind, tokens, length=tokens - 4 * (tokens < 64))
     conditioned = conditioned_of(chunk, rank=9)
     patch = kvp.form_patch(chunk, conditioned, 3, A)
 
@@ -47,22 +46,20 @@ def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind):
             expected[place] += np.linalg.norm(read(kv, kind, queries, chunk.length) - own) / np.linalg.norm(own)
     expected /= chunk.layout.layers
     # A chunk of fewer tokens than probes reads some of them twice, which changes the mean a little.
-    np.testing.assert_allclose(patch.metadata.errors, expected, rtol=0.1)
+    np.testing.assert_allclose(patch.metadata.errors, expected, rtol=bar)
     assert patch.predicted == pytest.approx((patch.metadata.errors[0] / patch.metadata.errors[1]) ** 2)
 
 
 def test_larger_patches_are_predicted_to_leave_less_and_padding_plays_no_part():
     chunk = chunk_of("gqa", length=20)
     conditioned = conditioned_of(chunk, rank=12)
-    left = [kvp.form_patch(chunk, conditioned, rank, A, dense=False).predicted for rank in (1, 4, 8, 12)]
+    form = lambda rank, kv=conditioned: kvp.form_patch(chunk, kv, rank, A, dense=False)
+    left = [form(rank).predicted for rank in (1, 4, 12)]
     assert left == sorted(left, reverse=True)
     assert left[-1] < 1e-6 < left[0]
-
-    padded = {name: np.asarray(value).copy() for name, value in conditioned.items()}
-    for value in padded.values():
-        value[:, chunk.length :] = 1e3
-    again = kvp.form_patch(chunk, padded, 4, A, dense=False)
-    assert again.metadata.errors == pytest.approx(kvp.form_patch(chunk, conditioned, 4, A, dense=False).metadata.errors)
+    live = np.arange(24)[:, None, None] < 20
+    padded = {name: np.where(live, value, np.float32(1e3)) for name, value in conditioned.items()}
+    assert form(4, padded).metadata.errors == pytest.approx(form(4).metadata.errors)
 
 
 def test_a_changed_patch_knows_no_error_and_errors_tell_no_patches_apart():
@@ -86,26 +83,6 @@ def test_a_patch_that_would_not_help_is_refused():
         kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact")
     # Nothing was absorbed, so nothing is refused: there is nothing to lose.
     assert kvp.form_patch(chunk, dict(chunk.kv), 2, A).predicted == 0
-
-
-def test_a_share_has_a_floor_and_text_is_read():
-    for length in (2, 3, 24):
-        chunk = chunk_of("gqa", length=length)
-        patch = kvp.form_patch(chunk, conditioned_of(chunk, rank=12), "1 %", A, dense=False)
-        ranks = [rank for own in patch.factors.values() for rank in own.ranks]
-        # As many on average, spent where they are needed most.
-        assert np.mean(ranks) >= min(LEAST_DIRECTIONS, length) - 0.5
-    chunk = chunk_of("gqa", length=24)
-    whole = chunk.layout.bytes_per_token() * chunk.length
-    assert kvp.form_patch(chunk, kv_of(chunk.layout, 24, seed=7), "40 %", A, dense=False).nbytes <= 0.4 * whole
-    floor = kvp.form_patch(chunk, conditioned_of(chunk), "0.0001 %", A)
-    least = kvp.patching.ByteBudget.share(chunk, 1e-9, least=LEAST_DIRECTIONS)
-    assert floor.nbytes == kvp.form_patch(chunk, conditioned_of(chunk), least, A).nbytes > 0
-    with pytest.raises(InputError, match="least"):
-        kvp.patching.ByteBudget(100, least=-1)
-    for size in ("0 %", "ten %", "-3 %", "%"):
-        with pytest.raises(InputError, match="rank"):
-            kvp.form_patch(chunk, conditioned_of(chunk), size, A)
 
 
 def test_few_bits_of_the_deficit_are_kept_where_they_are_smaller_and_closer():

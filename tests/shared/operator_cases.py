@@ -1,4 +1,4 @@
-"""Small layouts, chunks and conditioned KVs that the operator tests share."""
+"""Small layouts, chunks and conditioned KVs that the operator tests share, and the operator itself in float64."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import jax.numpy as jnp
@@ -50,3 +50,43 @@ def conditioned_of(chunk: kvp.Chunk, rank: int = 4, seed: int = 9, size: float =
         total = value.astype(np.float32) + (u @ v).reshape(value.shape).astype(np.float32)
         result[channel.name] = placed(total, value.dtype)
     return result
+
+
+def turned(rope: kvp.Rope, value: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Keys [..., T, K, H] times e^(i·angle), pair by pair, in float64; positions [T] or [T, A]."""
+    half, sections = rope.dim // 2, rope.sections
+    frequency = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+    frequency = frequency if rope.scaling is None else rope.inverse_frequencies
+    positions = np.asarray(positions, np.float64)
+    if sections is None:
+        angle = positions[:, None] * frequency
+    else:
+        cycle = [n % len(sections) if n // len(sections) < sections[n % len(sections)] else 0 for n in range(half)]
+        axis = np.repeat(np.arange(len(sections)), sections) if rope.order == "blocked" else cycle
+        angle = positions[:, axis] * frequency
+    pairs = np.arange(rope.dim).reshape(half, 2) if rope.cached == "pairs" else np.arange(rope.dim).reshape(2, half).T
+    result = np.array(value, np.float64)
+    z = (result[..., pairs[:, 0]] + 1j * result[..., pairs[:, 1]]) * np.exp(1j * angle)[:, None]
+    result[..., pairs[:, 0]], result[..., pairs[:, 1]] = z.real, z.imag
+    return result
+
+
+def placed_in_float64(layout: kvp.KVLayout, kv: dict, local: np.ndarray, start: int | np.ndarray) -> dict:
+    """KV {channel: [L, T, K, H]} in the engine frame, attention scaling included."""
+    result = {}
+    for channel in layout.channels:
+        value, rope = np.asarray(kv[channel.name]).astype(np.float64), layout.rope_of(channel.name)
+        if channel.rotates:
+            value = turned(rope, value, np.asarray(local, np.float64) + start)
+            value[..., : rope.dim] *= rope.attention_scaling
+        result[channel.name] = value
+    return result
+
+
+def assert_one_rounding(found, expected: np.ndarray, dtype=jnp.bfloat16, slack: float = 4e-6) -> None:
+    """Asserts that numbers are those expected, rounded once to a dtype, within float32's error of their row."""
+    top = np.abs(expected).max(-1, keepdims=True)
+    bound = slack * top + (0 if dtype == jnp.float32 else 2.0**-8) * np.abs(expected)
+    error = np.abs(np.asarray(found).astype(np.float64) - expected)
+    assert found.dtype == dtype
+    assert (error <= bound).all(), (error / np.maximum(bound, 1e-30)).max()

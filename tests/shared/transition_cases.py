@@ -13,6 +13,7 @@ PLAIN = KVLayout.gqa(5, 2, 8, Rope(1e4, 8))
 LAYOUT = PLAIN.with_transitions(LINEAR, 3, 6, 4, tail=(3, 10))
 LAYOUTS = {"tail": LAYOUT, "no tail": PLAIN.with_transitions(LINEAR, 3, 6, 4)}
 TOKENS = 7
+PARTS = {"map", "state", "tail"}
 
 
 def drawn(

@@ -1,0 +1,295 @@
+"""Removed, corrected, cut and rounded patches are those that forming them anew gives, within their rounding."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalMemberAccess=false
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax.core import PackedArray, RaggedFactors, is_packed
+from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError
+from tests.shared.operator_cases import chunk_of, conditioned_of, placed_in_float64
+
+A, CHANGED = ("A1", "A2"), ("A1", "A3")
+RANK = 8
+
+
+@pytest.fixture(scope="module")
+def chunk() -> kvp.Chunk:
+    return chunk_of("gqa")
+
+
+@pytest.fixture(scope="module")
+def patch(chunk) -> kvp.Patch:
+    return kvp.form_patch(chunk, conditioned_of(chunk, 6), 6, A, method="exact", dense=False)
+
+
+def error(found: dict, expected: dict) -> float:
+    return max(float(np.abs(np.asarray(found[name]) - np.asarray(expected[name])).max()) for name in expected)
+
+
+def deficit(chunk: kvp.Chunk, conditioned: dict) -> dict[str, np.ndarray]:
+    """What a patch has to add to the numbers that the canonical decodes to."""
+    return {
+        name: np.asarray(value, np.float64) - np.asarray(kvp.cache.decode_chunk(chunk).kv[name], np.float64)
+        for name, value in conditioned.items()
+    }
+
+
+def added(patch: kvp.Patch) -> dict[str, np.ndarray]:
+    """The dense correction of joint factors, [L, T, K, H], in NumPy."""
+    result = {}
+    for name, own in patch.factors.items():
+        channel = patch.metadata.chunk.layout.channel(name)
+        if isinstance(own, RaggedFactors):
+            u, v, rows = np.asarray(own.u, np.float64), np.asarray(own.v, np.float64), np.asarray(own.rows)
+            layers = []
+            for row in rows:
+                row = row[row < len(v)]
+                layers.append(u[row].T @ v[row])
+            product = np.stack(layers)
+        elif isinstance(own, tuple):
+            product = np.asarray(own[0], np.float64) @ np.asarray(own[1], np.float64)
+        else:
+            product = np.asarray(own, np.float64)
+        result[name] = product.reshape(*product.shape[:2], channel.heads, channel.width)
+    return result
+
+
+def best_error(delta: np.ndarray, rank: int) -> float:
+    """The least error that factors of a rank have, over all layers."""
+    flat = delta.reshape(*delta.shape[:2], -1)
+    return float(np.sqrt((np.linalg.svd(flat, compute_uv=False)[:, rank:] ** 2).sum()))
+
+
+# ------------------------------------------------------------------------------------------------------- removal
+
+
+def test_a_removal_patch_turns_conditioned_kv_into_the_target(chunk):
+    """Inside a program too."""
+    conditioned, target = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
+    patch = kvp.removal_patch(chunk, target, conditioned, 4, ("A2",), A)
+    assert (patch.metadata.base, patch.metadata.base_antecedent.ids) == ("conditioned", A)
+    expected = placed_in_float64(chunk.layout, target, chunk.local, 3)
+    serve = lambda base: kvp.apply_patch(chunk, patch, 3, ("A2",), base=base, base_antecedent=A)
+    for found in (serve(conditioned), jax.jit(serve)(dict(conditioned))):
+        assert error(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize("encoding", [None, "k3v3g8"])
+def test_a_removal_from_the_canonical_is_an_ordinary_patch(chunk, encoding):
+    """Conditioned on nothing; said to be conditioned on something it is a mistake. Of an encoded base its numbers."""
+    base = chunk if encoding is None else kvp.encode_chunk(chunk, encoding)
+    alone = {name: np.array(value) for name, value in kvp.cache.decode_chunk(base).kv.items()}
+    target = conditioned_of(base)
+    patch = kvp.removal_patch(base, target, alone, 24, ("B",), (), method="exact", dtype="float32")
+    assert (patch.metadata.base, patch.metadata.base_antecedent) == ("canonical", None)
+    for name, found in added(patch).items():
+        np.testing.assert_allclose(found, deficit(base, target)[name], atol=1e-4)
+    with pytest.raises(InputError, match=r"removal_patch: got the canonical of .* as its KV behind \('A',\)"):
+        kvp.removal_patch(base, target, alone, 4, ("B",), ("A",))
+    other = {**alone, "k": alone["k"] + 1}
+    assert kvp.removal_patch(base, target, other, 4, A, ()).metadata.base == "conditioned"
+
+
+# --------------------------------------------------------------------------------------------------- corrections
+
+
+def assert_same_kind(first, second) -> None:
+    """Asserts that two leaves have one type, size, and where they are packed one encoding."""
+    assert (type(first), first.nbytes) == (type(second), second.nbytes)
+    if isinstance(first, PackedArray):
+        assert (first.bits, first.group, first.axis) == (second.bits, second.group, second.axis)
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [
+        (None, "float32"),
+        ("k3v3g8", "int8"),
+        *(pytest.param("k3v3g8", dtype, marks=pytest.mark.nightly) for dtype in ("float32", "int6", "int6gall")),
+    ],
+)
+def test_an_updated_patch_is_the_best_of_its_rank_behind_the_changed_antecedent(chunk, word, dtype):
+    """In the dtype of the patch, and on the numbers that the base decodes to."""
+    chunk = chunk if word is None else kvp.encode_chunk(chunk, word)
+    conditioned, changed = conditioned_of(chunk, rank=6), conditioned_of(chunk, rank=6, seed=11)
+    patch = kvp.form_patch(chunk, conditioned, RANK, A, dtype=dtype, method="exact")
+    correction = kvp.correction_patch(chunk, patch, changed, 13, CHANGED, dtype=dtype, method="exact")
+    updated = kvp.update_patch(patch, correction)
+    metadata = updated.metadata
+    assert (metadata.chunk, metadata.antecedent.ids, metadata.base) == (patch.metadata.chunk, CHANGED, "canonical")
+    assert (metadata.corrects, metadata.base_antecedent, metadata.errors) == (None, None, None)
+    for name, (u, v) in patch.factors.items():
+        for leaf, other in zip((u, v), updated.factors[name], strict=True):
+            assert_same_kind(leaf, other)
+    rounding = 1e-5 if dtype == "float32" else 0.05
+    for name, delta in deficit(chunk, changed).items():
+        total = added(patch)[name] + added(correction)[name]
+        least = best_error(delta - added(patch)[name], 13)
+        assert np.linalg.norm(total - delta) <= 1.001 * least + rounding * np.linalg.norm(delta)
+        left = np.linalg.norm(added(updated)[name] - total)
+        assert left <= 1.001 * best_error(total, RANK) + rounding * np.linalg.norm(delta)
+    kvp.apply_patch(chunk, updated, 3, CHANGED)
+
+
+def uneven(patch: kvp.Patch, ranks: tuple[int, ...]) -> tuple[kvp.Patch, kvp.Patch]:
+    """A patch cut to a rank in each layer: as ragged factors, and with zeros in place of directions."""
+    factors, masked, most = {}, {}, max(ranks)
+    for name, (u, v) in patch.factors.items():
+        u, v = np.asarray(u), np.asarray(v)
+        rows, taken = np.full((len(u), most), sum(ranks), np.int32), np.arange(most) < np.array(ranks)[:, None]
+        rows[taken] = np.arange(sum(ranks))
+        left = np.concatenate([u[layer, :, :rank].T for layer, rank in enumerate(ranks)])
+        right = np.concatenate([v[layer, :rank] for layer, rank in enumerate(ranks)])
+        factors[name] = RaggedFactors(jnp.asarray(left), jnp.asarray(right), jnp.asarray(rows))
+        masked[name] = (jnp.asarray(u * taken[:, None]), jnp.asarray(v))
+    return kvp.Patch(factors, patch.metadata), kvp.Patch(masked, patch.metadata)
+
+
+@pytest.mark.nightly
+def test_an_update_keeps_the_rank_of_each_layer(chunk, patch):
+    ranks = (6, 2, 4)
+    ragged = kvp.quantise(uneven(patch, ranks)[0], "int7")
+    changed = conditioned_of(chunk, rank=6, seed=11)
+    correction = kvp.correction_patch(chunk, ragged, changed, 13, CHANGED, method="exact", dtype="float32")
+    updated = kvp.update_patch(ragged, correction)
+    for name, own in updated.factors.items():
+        assert own.ranks == ranks
+        assert own.u.bits == own.v.bits == 7
+        delta, found = deficit(chunk, changed)[name], added(updated)[name]
+        for layer, rank in enumerate(ranks):
+            least = best_error(delta[layer : layer + 1], rank)
+            left = np.linalg.norm(found[layer] - delta[layer])
+            assert left <= 1.001 * least + 0.03 * np.linalg.norm(delta[layer])
+    assert [own.ranks for own in kvp.update_patch(ragged, correction, rank=3).factors.values()] == [(3, 2, 3)] * 2
+
+
+def test_an_update_takes_channels_that_are_dense_or_were_not_there(chunk):
+    conditioned, changed = conditioned_of(chunk), conditioned_of(chunk, seed=2)
+    patch = kvp.quantise(kvp.form_patch(chunk, conditioned, {"k": 24}, A), jnp.int8)
+    correction = kvp.correction_patch(chunk, patch, changed, 8, ("C",), dtype="float32")
+    updated = kvp.update_patch(patch, correction)
+    assert is_packed(updated.factors["k"])
+    assert all(map(is_packed, updated.factors["v"]))
+    found = kvp.apply_patch(chunk, updated, 0, ("C",))
+    assert error(found, placed_in_float64(chunk.layout, changed, chunk.local, 0)) < 0.05
+
+
+def test_a_correction_is_folded_into_the_patch_that_it_corrects_and_no_other(chunk, patch):
+    conditioned = conditioned_of(chunk, seed=3)
+    correction = kvp.correction_patch(chunk, patch, conditioned_of(chunk, seed=2), 4, CHANGED)
+    running = kvp.accumulate(None, conditioned, chunk, A)
+    others = [
+        kvp.form_patch(chunk, conditioned, 6, A),
+        kvp.truncate(patch, 2),
+        kvp.quantise(patch, jnp.bfloat16),
+        kvp.orbit_patch(running, 4),
+        kvp.removal_patch(chunk, conditioned, conditioned_of(chunk, seed=4), 4, A, ("A0", *A)),
+        kvp.keep_layers(patch, (1, 2)),
+        kvp.Patch(patch.factors, dataclasses.replace(patch.metadata, orbit=True)),
+        kvp.update_patch(patch, correction),
+    ]
+    for other in others:
+        with pytest.raises(PatchMismatchError, match=r"(?s)update.*expected"):
+            kvp.update_patch(other, correction)
+    for other in (others[4], others[5], correction):
+        with pytest.raises(PatchMismatchError, match=r"correction_patch.*expected 'canonical', all 3"):
+            kvp.correction_patch(chunk, other, conditioned, 4, CHANGED)
+    kvp.update_patch(pickle.loads(pickle.dumps(patch)), correction)
+    unmarked = kvp.Patch(correction.factors, dataclasses.replace(correction.metadata, corrects=None))
+    with pytest.raises(PatchMismatchError, match="None"):
+        kvp.update_patch(patch, unmarked)
+    for rank, kind, message in ((11, InputError, "rank 11"), ({"k": 4, "q": 4}, LayoutError, "'q'")):
+        with pytest.raises(kind, match=message):
+            kvp.update_patch(patch, correction, rank)
+
+
+# ------------------------------------------------------------------------------------------------ smaller patches
+
+
+def test_a_truncated_patch_is_the_one_of_lower_rank(chunk, patch):
+    formed = kvp.form_patch(chunk, conditioned_of(chunk, 6), 3, A, method="exact")
+    for name, found in added(kvp.truncate(patch, 3)).items():
+        np.testing.assert_allclose(found, added(formed)[name], atol=1e-5)
+    cut = kvp.truncate(patch, {"k": 2})
+    assert (cut.ranks, cut.metadata.errors) == ({"k": 2, "v": 6}, None)
+    for rank, kind, message in ((7, InputError, "rank 7"), (0, InputError, "rank 0"), ({"q": 2}, LayoutError, "'q'")):
+        with pytest.raises(kind, match=message):
+            kvp.truncate(patch, rank)
+
+
+def test_fewer_layers_have_the_rows_of_those_layers(chunk, patch):
+    deep = kvp.keep_layers(patch, (2, 1))
+    assert (deep.metadata.layers, deep.nbytes * 3) == ((1, 2), patch.nbytes * 2)
+    for name, (u, v) in deep.factors.items():
+        np.testing.assert_array_equal(u, patch.factors[name][0][1:])
+        np.testing.assert_array_equal(v, patch.factors[name][1][1:])
+    formed = kvp.form_patch(chunk, conditioned_of(chunk, 6), 6, A, method="exact", dense=False, layers=[2, 1, 2])
+    assert formed.metadata == deep.metadata
+    for name, correction in added(formed).items():
+        np.testing.assert_allclose(correction, added(deep)[name], atol=1e-5)
+    middle = kvp.keep_layers(deep, [1])
+    np.testing.assert_array_equal(middle.factors["k"][0][0], patch.factors["k"][0][1])
+    found, bare, full = (kvp.apply_patch(chunk, own, 3, A) for own in (middle, None, patch))
+    for name in bare:
+        np.testing.assert_array_equal(found[name][::2], bare[name][::2])
+        np.testing.assert_allclose(found[name][1], full[name][1], atol=1e-6)
+    for layers in ((0,), (7,), ()):
+        with pytest.raises(InputError, match="layers"):
+            kvp.keep_layers(deep, layers)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [("bfloat16", 0.6), ("int8", 0.4), ("float8_e4m3fn", 0.4), ("int4", 0.2), ("int6gall", 0.3)]
+)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e9])
+def test_fewer_bits_are_scaled_whatever_the_range(patch, dtype: str, share: float, size: float):
+    """Each product of rounded factors is off by a part of the strongest direction."""
+    scaled = {name: (np.asarray(u) * np.float32(size), np.asarray(v)) for name, (u, v) in patch.factors.items()}
+    large = kvp.Patch(scaled, patch.metadata)
+    few = kvp.quantise(large, dtype)
+    assert few.nbytes < share * patch.nbytes
+    assert (few.ranks, few.metadata.errors) == (patch.ranks, None)
+    bar = {"int4": 0.2, "float8_e4m3fn": 0.08, "int6gall": 0.05}.get(dtype, 0.02)
+    for own in (few, kvp.quantise(kvp.quantise(large, "int8"), dtype)):
+        for name, value in added(own).items():
+            exact = added(large)[name]
+            assert 0 < np.linalg.norm(value - exact) < bar * np.linalg.norm(exact)
+
+
+def test_factors_beyond_a_dtype_are_refused(chunk):
+    conditioned = conditioned_of(chunk, size=1e6)
+    patch = kvp.form_patch(chunk, conditioned, 4, A)
+    for call in (
+        lambda: kvp.quantise(patch, jnp.float16),
+        lambda: kvp.form_patch(chunk, conditioned, 4, A, dtype=jnp.float16),
+        lambda: kvp.orbit_patch(kvp.accumulate(None, conditioned, chunk, A), 4, dtype=jnp.float16),
+    ):
+        with pytest.raises(NotFiniteError, match=r"float16.*expected finite"):
+            call()
+    with pytest.raises(InputError, match="int16"):
+        kvp.quantise(patch, jnp.int16)
+
+
+def test_a_patch_with_a_rank_for_each_layer_is_cut_as_one_with_zeros(chunk, patch):
+    ragged, whole = uneven(patch, (6, 2, 0))
+    assert ragged.factors["k"].ranks == (6, 2, 0)
+    assert ragged.ranks == {"k": 6, "v": 6}
+    for change in (
+        lambda own: own,
+        lambda own: kvp.truncate(own, 1),
+        lambda own: kvp.keep_layers(own, (1,)),
+        lambda own: kvp.keep_layers(own, (0, 2)),
+    ):
+        found, wanted = (kvp.apply_patch(chunk, change(own), 9, A) for own in (ragged, whole))
+        assert error(found, wanted) < 3e-6
+    few = kvp.quantise(ragged, "int4")
+    assert few.nbytes < ragged.nbytes / 3
+    wider = few.pad(chunk.tokens + 9).factors["k"].u
+    np.testing.assert_array_equal(np.asarray(wider)[:, : chunk.tokens], np.asarray(few.factors["k"].u))
