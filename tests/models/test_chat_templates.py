@@ -1,4 +1,4 @@
-"""Chat templates: rendered text and token ids equal to transformers' processors, and what is refused."""
+"""A conversation becomes the text and ids that transformers' processor makes of it; a saved template stays the same."""
 
 import functools
 import json
@@ -13,9 +13,11 @@ from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE,
 from tests.goldens.load import GOLDENS, write_chatting, write_checkpoint
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())
-GOLD["families"] |= {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*/chat.json"))}
 FAMILIES = [name for name, gold in GOLD["families"].items() if "special_tokens" in gold]
-"""The Omni families' golden is of another conversation, with sounds: `test_omni.py`."""
+"""The Omni families' golden is of another conversation, with sounds: `test_sound_inputs.py`."""
+
+
+DEFAULT = ("qwen2_5_vl", "llava", "gemma4")
 
 
 def picture(number: int) -> np.ndarray:
@@ -32,70 +34,66 @@ def messages() -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """`checkpoint(family)`: the tiny checkpoint with the golden's tokenizer and template, kept for the module."""
-    return functools.cache(lambda family: write_chatting(family, tmp_path_factory.mktemp(family)))
+def loaded(tmp_path_factory):
+    """`loaded(family)`: the tiny backbone with the golden's tokenizer and template, kept for the module."""
+    return functools.cache(lambda family: load(write_chatting(family, tmp_path_factory.mktemp(family))))
+
+
+def laid(backbone, images, text: str) -> list[int]:
+    """The ids of a frame around images and a text."""
+    frame, ids = backbone.chat_frame(), []
+    for number, image in enumerate(images):
+        ids += [*(frame.between if number else frame.front), *backbone.prepare([image])["input_ids"][0].tolist()]
+    return [*ids, *backbone.ids([frame.before, text, frame.behind])]
+
+
+def asked(*parts) -> list[dict]:
+    return [{"role": "user", "content": list(parts)}]
 
 
 @pytest.mark.parametrize(
-    "family",
-    [name if name in ("qwen2_5_vl", "llava") else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES],
+    "family", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
 )
-def test_two_images_in_a_conversation_equal_transformers(checkpoint, family):
-    """The same text, the same ids: template, tokenizer, image expansion and all."""
-    backbone, gold = load(checkpoint(family)), GOLD["families"][family]
-    assert backbone.chat_template is not None
+def test_two_images_in_a_conversation_equal_transformers(loaded, family):
+    """The same text, the same ids: template, tokenizer, image expansion and all; the positions are those of `embed`."""
+    backbone, gold = loaded(family), GOLD["families"][family]
     assert backbone.chat_template.render(messages()) == gold["text"]
-    assert backbone.chat(messages())["input_ids"][0].tolist() == gold["input_ids"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_is_embedded_as_it_is(checkpoint, family):
-    backbone = load(checkpoint(family))
     prompt = backbone.chat(messages())
-    tokens = backbone.embed(**prompt)
-    assert tokens.embeddings.shape[:2] == prompt["input_ids"].shape
-    np.testing.assert_array_equal(tokens.positions, prompt["position_ids"])
+    assert prompt["input_ids"][0].tolist() == gold["input_ids"]
+    np.testing.assert_array_equal(backbone.embed(**prompt).positions, prompt["position_ids"])
 
 
 @pytest.mark.parametrize("family", ["gemma4", pytest.param("llava", marks=pytest.mark.nightly)])
-def test_a_frame_around_images_is_what_chat_makes(checkpoint, family):
-    backbone = load(checkpoint(family))
-    frame, images, asked = backbone.chat_frame(), [picture(0), picture(1)], "What is this?"
-    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": asked}]
-    chat = backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
-    first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
-    laid = [*frame.front, *first, *frame.between, *second]
-    assert [*laid, *backbone.ids([frame.before, asked, frame.behind])] == chat
+def test_a_frame_around_images_is_what_chat_makes(loaded, family):
+    backbone, images = loaded(family), [picture(0), picture(1)]
+    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": "What is this?"}]
+    assert laid(backbone, images, "What is this?") == backbone.chat(asked(*content))["input_ids"][0].tolist()
 
 
-def test_gemma_3s_frame_is_the_text_of_its_chat(checkpoint):
+def test_gemma_3s_frame_is_the_text_of_its_chat(loaded):
     """An image's blank lines are tokens of their own in a frame; in a chat one token may join them with the text's."""
-    backbone = load(checkpoint("gemma3"))
-    frame, image, asked = backbone.chat_frame(), picture(0), "What is this?"
-    content = [{"type": "image", "image": image}, {"type": "text", "text": asked}]
-    chat = backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
-    own = backbone.prepare([image])["input_ids"][0].tolist()
-    laid = [*frame.front, *own, *backbone.ids([frame.before, asked, frame.behind])]
-    assert frame.between == ()
-    assert laid != chat  # "\n" and "\n\n" here, "\n\n\n" there
-    assert backbone.text(laid) == backbone.text(chat)
+    backbone, text = loaded("gemma3"), "What is this?"
+    parts = {"type": "image", "image": picture(0)}, {"type": "text", "text": text}
+    chat = backbone.chat(asked(*parts))["input_ids"][0].tolist()
+    ids = laid(backbone, [picture(0)], text)
+    assert backbone.chat_frame().between == ()
+    assert ids != chat  # "\n" and "\n\n" here, "\n\n\n" there
+    assert backbone.text(ids) == backbone.text(chat)
 
 
-def test_text_alone_needs_no_image(checkpoint):
-    backbone = load(checkpoint("qwen2_5_vl"))
+def test_text_alone_needs_no_image(loaded):
+    backbone = loaded("qwen2_5_vl")
     prompt = backbone.chat([{"role": "user", "content": "hello"}], add_generation_prompt=False)
     assert set(prompt) == {"input_ids", "position_ids"}
     assert backbone.text(prompt["input_ids"][0]) == "<|im_start|>user\nhello<|im_end|>\n"
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
-def test_saved_with_the_backbone(checkpoint, tmp_path, family):
+def test_saved_with_the_backbone(loaded, tmp_path, family):
     """A saved directory renders the same, here and by transformers' AutoTokenizer."""
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-    backbone = load(checkpoint(family))
+    backbone = loaded(family)
     again = load(save(backbone, tmp_path / "saved"))
     assert backbone.chat_template is not None
     assert again.chat_template is not None
@@ -108,8 +106,6 @@ def test_saved_with_the_backbone(checkpoint, tmp_path, family):
     assert theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=True) == text
     assert theirs(text, add_special_tokens=False)["input_ids"] == backbone.ids(Template(text))
 
-
-# ------------------------------------------------------------------------------------------------ where it is read
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -132,13 +128,6 @@ def test_every_file_that_may_hold_it(tmp_path, name, content):
     assert template.render(HELLO) == "<s>hi"
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
-
-
-def render(source: str, **variables) -> str:
-    return ChatTemplate(source).render(HELLO, **variables)
-
-
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
@@ -150,7 +139,7 @@ def render(source: str, **variables) -> str:
 )
 def test_a_template_that_cannot_be_rendered_is_refused(source, error, message):
     with pytest.raises(error, match=message):
-        render(source)
+        ChatTemplate(source).render(HELLO)
 
 
 def test_a_backbone_without_a_template(tmp_path):
@@ -158,14 +147,11 @@ def test_a_backbone_without_a_template(tmp_path):
         load(write_checkpoint("llava", tmp_path)).chat(HELLO)
 
 
-# ------------------------------------------------------------------------------------------------ a prompt's own ends
-
-
-def test_special_tokens_stand_around_the_whole_prompt(checkpoint):
+def test_special_tokens_stand_around_the_whole_prompt(tmp_path):
     """A tokenizer that adds a start token adds it once, in front of the first image, however many texts there are."""
     from tokenizers import processors
 
-    backbone = load(checkpoint("llava"))
+    backbone = load(write_chatting("llava", tmp_path))
     backbone.tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -175,28 +161,21 @@ def test_special_tokens_stand_around_the_whole_prompt(checkpoint):
     assert backbone.prepare([[5, 6]])["input_ids"][0].tolist() == [5, 6]
 
 
-# ---------------------------------------------------------------------------------------------- what would be left out
-
-
-def say(*parts) -> list[dict]:
-    return [{"role": "user", "content": list(parts)}]
-
-
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (say({"type": "image_url", "image_url": {"url": "page.png"}}), "chat, part 0: got 'page.png'.*a data URL"),
-        (say({"type": "video", "video": "film.png"}, {"type": "text", "text": "what?"}), "expected 'video'"),
-        (say({"type": "image", "image": "film.mp4"}), "expected 'image'"),
-        (say({"type": "text"}), "'text' with the fields .*; expected fields of"),
-        (say({"type": "image", "address": "page.png"}), "'image' with the fields .*address.*; expected fields of"),
+        (asked({"type": "image_url", "image_url": {"url": "page.png"}}), "chat, part 0: got 'page.png'.*a data URL"),
+        (asked({"type": "video", "video": "film.png"}, {"type": "text", "text": "what?"}), "expected 'video'"),
+        (asked({"type": "image", "image": "film.mp4"}), "expected 'image'"),
+        (asked({"type": "text"}), "'text' with the fields .*; expected fields of"),
+        (asked({"type": "image", "address": "page.png"}), "'image' with the fields .*address.*; expected fields of"),
         ([{"role": "user", "content": {"type": "text", "text": "hello"}}], "content of type dict"),
         ({"role": "user", "content": "hello"}, "messages of type dict"),
     ],
 )
-def test_what_chat_does_not_know_is_refused(checkpoint, unchecked, messages, message):
+def test_what_chat_does_not_know_is_refused(loaded, unchecked, messages, message):
     with pytest.raises(InputError, match=message):
-        load(checkpoint("qwen2_5_vl")).chat(messages)
+        loaded("qwen2_5_vl").chat(messages)
 
 
 def word_level(unknown: str = "<pad>"):
@@ -207,9 +186,9 @@ def word_level(unknown: str = "<pad>"):
     return tokenizer
 
 
-def test_text_outside_the_vocabulary_is_refused(checkpoint):
+def test_text_outside_the_vocabulary_is_refused(tmp_path):
     """Not taken for `<pad>`; a text that says `<pad>` itself may."""
-    backbone = load(checkpoint("qwen2_5_vl"))
+    backbone = load(write_checkpoint("qwen2_5_vl", tmp_path))
     backbone.tokenizer, backbone.chat_template = word_level(), ChatTemplate("{{ messages[0].content }}")
     assert backbone.prepare(["hello <pad>  page"])["input_ids"].tolist() == [[2, 0, 3]]
     assert backbone.chat([{"role": "user", "content": "page hello"}])["input_ids"].tolist() == [[3, 2]]

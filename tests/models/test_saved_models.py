@@ -1,24 +1,22 @@
-"""Directories that are saved or shipped are what they claim: transformers reads them, without torch."""
+"""transformers reads in a saved or shipped directory what was in the first: configuration, processor, tokenizer."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
 from kvpatch_jax import models
+from kvpatch_jax.models.inputs.processors import process_images
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 SHIPPED = sorted(path.parent for path in (Path(__file__).parents[2] / "evals" / "trained").glob("*/*/config.json"))
 TEXT = "Where is the total of 12.5? It's\n\n here: q7 <|im_start|>"
 NO_CLASS = {"deepseek_vl2", "deepseek_vl2_tiny", "phi3_v"}
 """Families whose configuration transformers has no class for; so has Kimi-VL's released form."""
-NO_PROCESSOR = {"kimi_vl"}
-"""Its image processor needs torchvision."""
-FAMILIES = [*sorted({path.parent.name for path in GOLDENS.glob("*/preprocessor_config.json")} - NO_CLASS), "qwen2"]
+DEFAULT = ("qwen2_5_vl", "llava", "internvl", "smolvlm", "gemma4", "kimi_vl", "pixtral", "qwen2")
+OTHERS = {path.parent.name for path in GOLDENS.glob("*/preprocessor_config.json")} - {*NO_CLASS, *DEFAULT}
+MORE = [pytest.param(name, marks=pytest.mark.nightly) for name in sorted(OTHERS)]
 
 
 def described(config: Any) -> dict[str, Any]:
@@ -30,23 +28,33 @@ def described(config: Any) -> dict[str, Any]:
     return strip(config.to_dict())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*DEFAULT, *MORE])
 def test_transformers_reads_in_a_saved_directory_what_was_in_the_first(family, tmp_path):
+    from transformers import AutoConfig, AutoImageProcessor
+
     first = write_checkpoint(family, tmp_path / "first")
-    saved = models.save(models.load(first), tmp_path / "saved")
-    one, other = AutoConfig.from_pretrained(first), AutoConfig.from_pretrained(saved)
-    assert type(one) is type(other)
-    assert described(one) == described(other)
-    if family not in NO_PROCESSOR and (first / "preprocessor_config.json").exists():
-        one, other = AutoImageProcessor.from_pretrained(first), AutoImageProcessor.from_pretrained(saved)
-        assert type(one) is type(other)
+    backbone = models.load(first)
+    saved = models.save(backbone, tmp_path / "saved")
+    again = models.load(saved)
+    assert again.fingerprint == backbone.fingerprint
+    assert again.image_config == backbone.image_config
+    before, after = AutoConfig.from_pretrained(first), AutoConfig.from_pretrained(saved)
+    assert type(before) is type(after)
+    assert described(before) == described(after)
+    if family not in ("kimi_vl", "qwen2"):  # Kimi's image processor needs torchvision; Qwen2 has none
+        before, after = (AutoImageProcessor.from_pretrained(root, backend="pil") for root in (first, saved))
+        assert type(before) is type(after)
         image = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
-        found, expected = (read(image, return_tensors="np")["pixel_values"] for read in (other, one))
-        np.testing.assert_array_equal(found, expected)
+        expected = before(image, return_tensors="np")["pixel_values"]
+        np.testing.assert_array_equal(after(image, return_tensors="np")["pixel_values"], expected)
+        np.testing.assert_array_equal(process_images([image], again.image_config)["pixel_values"], expected)
 
 
 @pytest.mark.parametrize("directory", SHIPPED, ids=lambda path: path.name)
 def test_transformers_reads_what_is_shipped_and_what_is_saved_of_it(directory, tmp_path):
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
+
     saved = models.save(models.load(directory), tmp_path / "saved")
     expected = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT).ids
     for root in (directory, saved):
@@ -56,11 +64,3 @@ def test_transformers_reads_what_is_shipped_and_what_is_saved_of_it(directory, t
         # transformers takes its own tokenizer's rules for Qwen3.5, whatever the files say.
         reader = PreTrainedTokenizerFast if directory.name == "qwen3_5" else AutoTokenizer
         assert reader.from_pretrained(root)(TEXT)["input_ids"] == expected
-
-
-def test_without_a_class_a_tokenizer_would_be_read_by_other_rules(tmp_path):
-    """Why `save` writes one."""
-    directory = shutil.copytree(SHIPPED[1], tmp_path / "bare")
-    (directory / "tokenizer_config.json").unlink()
-    expected = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT).ids
-    assert AutoTokenizer.from_pretrained(directory)(TEXT)["input_ids"] != expected

@@ -1,4 +1,4 @@
-"""The digest of a backbone's parameters: what changes it, and what must not."""
+"""A backbone's fingerprint changes with any bit, name or order of its parameters, and not with where they lie."""
 
 import types
 
@@ -39,7 +39,6 @@ def set_at(*place_and_value):
 
 
 LARGE = np.repeat(np.arange(5, dtype=np.float32), 1 << 21).reshape(5, 1 << 21)
-
 OTHERS = {
     "one unit in the last place": changed(("norm",), set_at(2, np.nextafter(np.float32(1), np.float32(2)))),
     "zero's sign": changed(("norm",), set_at(0, 0.0)),

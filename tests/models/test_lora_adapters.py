@@ -1,4 +1,4 @@
-"""LoRA adapters merged at load: peft's own results, the formula in NumPy, and everything that is refused."""
+"""A LoRA adapter merges at load as peft merges it, in float32, rounded once; any other adapter is refused by name."""
 
 import functools
 import json
@@ -20,7 +20,6 @@ from tests.goldens.redraw import redraw, redraw_all, standard_values
 
 ADAPTERS = GOLDENS / "adapters"
 WEIGHTS = "adapter_model.safetensors"
-QWEN2 = models.FAMILIES["Qwen2ForCausalLM"]
 QUERY, VALUE = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 
 
@@ -29,10 +28,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`base(family)`: the tiny model of its golden. Read only."""
     root = tmp_path_factory.mktemp("bases")
     return functools.cache(lambda family: write_checkpoint(family, root / family))
-
-
-def golden(case: str) -> dict[str, Any]:
-    return json.loads((ADAPTERS / f"{case}.json").read_text())
 
 
 def write_adapter(directory: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
@@ -56,14 +51,18 @@ def same(name: str) -> str:
     return name
 
 
+def opened(directory: Path, adapter: Path) -> Any:
+    """The source of a directory's tensors with an adapter merged."""
+    raw = json.loads((directory / "config.json").read_text())
+    family = models.FAMILIES[raw["architectures"][0]]
+    return family.opened(family.config(raw, "exact", None), SafetensorsSource(directory), adapter)[1]
+
+
 @pytest.mark.parametrize("case", ["plain", "patterns", "whole", "image"])
 def test_every_tensor_is_as_peft_merges_it(case, base, tmp_path):
-    gold = golden(case)
+    gold = json.loads((ADAPTERS / f"{case}.json").read_text())
     directory = base(gold["config"]["base_model_name_or_path"])
-    write_adapter(tmp_path / "adapter", redraw_all(gold["shapes"]), **gold["config"])
-    family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"] if case == "image" else QWEN2
-    config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
-    merged = family.opened(config, SafetensorsSource(directory), tmp_path / "adapter")[1]
+    merged = opened(directory, write_adapter(tmp_path / "adapter", redraw_all(gold["shapes"]), **gold["config"]))
 
     assert sorted(merged.tensors) == gold["tensors"]
     before = SafetensorsSource(directory)
@@ -97,47 +96,29 @@ def test_regions_are_those_of_the_formula(stored, base, tmp_path):
     assert source.read(untouched).tobytes() == tensors[untouched].tobytes()
 
 
-@pytest.fixture(scope="module")
-def plain(base) -> models.ModelBackbone:
-    return models.load(base("qwen2"))
-
-
-def test_a_merged_model_is_the_model_that_was_merged_before(base, plain, tmp_path):
+def test_a_merged_model_is_saved_as_a_model_of_its_own(base, tmp_path):
+    """Chunks of the base are not the merged model's; bfloat16 is rounded once."""
     adapter = write_adapter(tmp_path / "adapter", factors(QUERY), use_rslora=True)
-    merged = models.load(base("qwen2"), adapter=adapter)
-    path = ("decoder", "layers", "attention", "query", "kernel")
-    leaf = functools.reduce(lambda tree, part: tree[part], path, merged.parameters)
+    merged, half = (models.load(base("qwen2"), dtype=dtype, adapter=adapter) for dtype in ("float32", "bfloat16"))
     tensors = load_file(base("qwen2") / "model.safetensors")
     down, up = factors(QUERY).values()
     expected = (tensors[f"{QUERY}.weight"] + np.float32(3 / 2**0.5) * (up @ down)).T
-    np.testing.assert_allclose(np.asarray(leaf)[1], expected, atol=1e-6, rtol=0)
+    kernels = [
+        np.asarray(one.parameters["decoder"]["layers"]["attention"]["query"]["kernel"]) for one in (merged, half)
+    ]
+    np.testing.assert_allclose(kernels[0][1], expected, atol=1e-6, rtol=0)
+    np.testing.assert_array_equal(kernels[1], kernels[0].astype(ml_dtypes.bfloat16))
 
-    # Chunks of the base are not the merged model's.
-    assert merged.fingerprint != plain.fingerprint
-    saved = models.save(merged, tmp_path / "saved")
-    again = models.load(saved)
+    assert merged.fingerprint != models.load(base("qwen2")).fingerprint
+    again = models.load(models.save(merged, tmp_path / "saved"))
     jax.tree.map(np.testing.assert_array_equal, again.parameters, merged.parameters)
     assert again.fingerprint == merged.fingerprint
 
 
-def test_bfloat16_is_rounded_once(base, tmp_path):
-    adapter = write_adapter(tmp_path / "adapter", factors(QUERY))
-    kernels = [
-        np.asarray(models.load(base("qwen2"), dtype=dtype, adapter=adapter).parameters["decoder"]["layers"]["attention"]
-                   ["query"]["kernel"])
-        for dtype in ("float32", "bfloat16")
-    ]  # fmt: skip
-    np.testing.assert_array_equal(kernels[1], kernels[0].astype(ml_dtypes.bfloat16))
-
-
 @pytest.mark.parametrize("prefix", ["base_model.model.model.language_model.", "base_model.model.model."])
 def test_names_of_an_adapter_may_be_of_any_version(prefix, base, tmp_path):
-    family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"]
-    config = family.config(json.loads((base("qwen2_5_vl") / "config.json").read_text()), "exact", None)
     adapter = write_adapter(tmp_path / "a", factors("layers.2.self_attn.q_proj", prefix=prefix))
-    merged = family.opened(config, SafetensorsSource(base("qwen2_5_vl")), adapter)[1]
-    assert isinstance(merged, LoRASource)
-    assert merged.changed == {"model.layers.2.self_attn.q_proj.weight"}
+    assert opened(base("qwen2_5_vl"), adapter).changed == {"model.layers.2.self_attn.q_proj.weight"}
 
 
 def test_a_head_that_was_trained_is_no_longer_tied(base, tmp_path):
@@ -175,44 +156,42 @@ def test_other_kinds_of_adapters_are_refused_by_name(config, message, base, tmp_
         LoRASource(SafetensorsSource(base("qwen2")), adapter, same)
 
 
-def changed(change: str) -> dict[str, np.ndarray]:
-    """Factors of one map, and what is wrong with them."""
-    tensors, prefix = factors(QUERY), f"base_model.model.{QUERY}"
-    if change == "half":
-        del tensors[f"{prefix}.lora_B.weight"]
-    elif change == "rank":
-        tensors |= factors(QUERY, rank=3)
-    elif change == "other layer":
-        tensors |= factors("model.layers.3.self_attn.q_proj")
-    elif change == "head":
-        tensors |= factors("lm_head")
-    else:
-        tensors = {}
-    return tensors
+ALL = factors(QUERY)
+LEFT, RIGHT = ALL
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("family", "tensors", "message"),
     [
-        ("half", r"got only .*lora_A\.weight' of the factors of .*; expected two"),
-        ("rank", r"lora_A\.weight' of shape \(3, 64\); expected a matrix with the rank, 2, on axis 0"),
-        ("other layer", r"layers\.3\.self_attn\.q_proj\.lora_A\.weight', which matches none"),
-        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' may be tied"),
-        ("empty", "got no tensors"),
+        ("qwen2", {LEFT: ALL[LEFT]}, r"got only .*lora_A\.weight' of the factors of .*; expected two"),
+        (
+            "qwen2",
+            ALL | factors(QUERY, rank=3),
+            r"lora_A\.weight' of shape \(3, 64\); expected a matrix with the rank, 2, on axis 0",
+        ),
+        (
+            "qwen2",
+            ALL | factors("model.layers.3.self_attn.q_proj"),
+            r"layers\.3\.self_attn\.q_proj\.lora_A\.weight', which matches none",
+        ),
+        (
+            "llama3_1",
+            ALL | factors("lm_head"),
+            r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' may be tied",
+        ),
+        ("qwen2", {}, "got no tensors"),
+        (
+            "qwen2",
+            ALL | {"base_model.model.model.embed_tokens.weight": np.zeros((302, 64), np.float32)},
+            r"embed_tokens\.weight' of shape \(302, 64\); expected \(300, 64\)",
+        ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(change, message, base, tmp_path):
-    directory = base("llama3_1" if change == "head" else "qwen2")
-    family = models.FAMILIES["LlamaForCausalLM" if change == "head" else "Qwen2ForCausalLM"]
-    config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
+def test_tensors_that_do_not_fit_are_refused(family, tensors, message, base, tmp_path):
+    saved = ["embed_tokens"] if any("embed_tokens" in name for name in tensors) else []
+    adapter = write_adapter(tmp_path / "a", tensors, modules_to_save=saved)
     with pytest.raises(WeightsError, match=message):
-        family.opened(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
-
-
-def test_a_replaced_tensor_of_another_shape_is_refused(base, tmp_path):
-    tensors = factors(QUERY) | {"base_model.model.model.embed_tokens.weight": np.zeros((302, 64), np.float32)}
-    with pytest.raises(WeightsError, match=r"embed_tokens\.weight' of shape \(302, 64\); expected \(300, 64\)"):
-        models.load(base("qwen2"), adapter=write_adapter(tmp_path / "a", tensors, modules_to_save=["embed_tokens"]))
+        models.load(base(family), adapter=adapter)
 
 
 def test_directories_that_hold_no_adapter(base, tmp_path):

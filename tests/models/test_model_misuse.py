@@ -1,10 +1,9 @@
-"""What a newcomer gets wrong over a model is told: KV of another frame, questions not moved, prompts not embedded."""
+"""KV of another frame, unmoved questions, bare prompts, added masks and foreign caches are refused with what to do."""
 # pyright: reportArgumentType=false
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import kvpatch_jax as kvp
@@ -14,7 +13,6 @@ from kvpatch_jax.models import load
 
 T = 10
 """Also twice a chunk's tokens, so that contexts of either make run the same programs."""
-
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -39,9 +37,6 @@ def prefilled(backbone):
 
 def chunk_of(backbone) -> kvp.Chunk:
     return kvp.make_chunk(backbone, [[3, 1, 4, 1, 5]], "B")
-
-
-# ------------------------------------------------------------------------------------------------------------ frames
 
 
 @pytest.mark.nightly
@@ -92,7 +87,10 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
     assert kvp.to_engine(layout, plain, np.asarray(tokens.positions[0]), 0)
 
 
+@pytest.mark.nightly
 def test_kv_keeps_its_frame_through_a_checkpoint(backbone, prefilled, tmp_path):
+    import orbax.checkpoint as ocp
+
     engine = prefilled[2]
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "kv", {"kv": engine})
@@ -101,9 +99,6 @@ def test_kv_keeps_its_frame_through_a_checkpoint(backbone, prefilled, tmp_path):
         again = checkpointer.restore(tmp_path / "kv", like)["kv"]
     assert type(again) is type(engine)
     assert all(np.array_equal(again[name], engine[name]) for name in engine)
-
-
-# ------------------------------------------------------------------------------------------------ questions not moved
 
 
 def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
@@ -135,9 +130,6 @@ def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
         backbone.prefill(beside, two, swapped)
     one_axis = rows._replace(positions=rows.positions * np.array([1, 0, 1]))  # 0 on one axis is no beginning
     backbone.prefill(one_axis, two)
-
-
-# ---------------------------------------------------------------------------------------------- not tokens, not a cache
 
 
 def test_a_prompt_that_was_not_embedded_is_told(backbone, prefilled):
@@ -183,3 +175,25 @@ def test_a_foreign_cache_is_told(backbone, prefilled):
         ):
             with pytest.raises(KVPatchError, match=r"(decode|recompute): cache.*expected"):
                 call()
+
+
+def test_a_mask_that_is_added_to_scores_is_refused(backbone, prefilled):
+    tokens, _, engine = prefilled
+    causal, last = np.tril(np.ones((T, T), bool))[None, None], tokens.take(T - 1, T)
+    for mask in (np.where(causal, 0.0, -np.inf).astype(np.float32), causal.astype(np.int32)):
+        for call in (
+            lambda mask=mask: backbone.prefill(tokens, mask=mask),
+            lambda mask=mask: backbone.generate(tokens, 2, mask=mask),
+            lambda mask=mask: backbone.recompute(tokens, engine, np.arange(T)[None], mask=mask),
+            lambda mask=mask: backbone.decode(last, engine, np.array([[T - 1]]), mask[..., -1:, :]),
+        ):
+            with pytest.raises(ShapeError, match=f"mask: got {mask.dtype}; expected an array of bool"):
+                call()
+        with pytest.raises(ShapeError, match=f"keep: got {mask.dtype}; expected an array of bool"):
+            backbone.recompute(tokens, engine, np.arange(T)[None], np.ones((2, 1, T), mask.dtype))
+
+
+@pytest.mark.parametrize("wrong", [-1, 320, 2**31])
+def test_ids_outside_the_vocabulary_are_refused(backbone, wrong):
+    with pytest.raises(InputError, match=f"token ids: got {wrong}; expected 0 … 319"):
+        backbone.embed(np.array([[1, 2, wrong]], np.int64))

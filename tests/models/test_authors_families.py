@@ -1,7 +1,4 @@
-"""What DeepSeek-VL2, DeepSeek-OCR-2, DeepSeek-VL-7B and Phi-3-vision have beside what `test_parity.py` covers.
-
-Tiles, prompts and names by the authors' published rules, releases as published, and what does not fit together.
-"""
+"""DeepSeek-VL2, DeepSeek-OCR-2, DeepSeek-VL-7B and Phi-3-vision follow their authors' rules for tiles and prompts."""
 
 import json
 import math
@@ -11,38 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
-from PIL import Image, ImageOps
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models.families.family import abstract, parameters
 from kvpatch_jax.models.inputs.chat import ChatTemplate
 from kvpatch_jax.models.towers.sam import SamBlock, SamConfig
 from tests.goldens.load import golden_config, write_checkpoint
-from tests.models.releases import RELEASES
 
-VL2: Any
-OCR2: Any
-PHI: Any
-VL2, OCR2, PHI = (
-    models.FAMILIES[name]
-    for name in ("DeepseekVLV2ForCausalLM", "DeepseekOcr2ForConditionalGeneration", "Phi3VForCausalLM")
-)
+VL2: Any = models.FAMILIES["DeepseekVLV2ForCausalLM"]
+OCR2: Any = models.FAMILIES["DeepseekOcr2ForConditionalGeneration"]
+
+
 CANDIDATES = [[384, 384], [384, 768], [768, 384], [384, 1152], [1152, 384], [768, 768], [768, 1152], [1152, 768]]
-
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
-# ------------------------------------------------------------------------------------------------- DeepSeek-VL2
 
-
-def authors_pixels(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+def authors_pixels(image: Any, size: tuple[int, int]) -> np.ndarray:
     """`ImageOps.pad` with the mean colour, ToTensor, Normalize."""
+    from PIL import ImageOps
+
     stored = np.asarray(ImageOps.pad(image, size, color=(127, 127, 127))).transpose(2, 0, 1)
     return (stored.astype(np.float32) / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
 
@@ -59,15 +47,11 @@ def authors_resolution(size: tuple[int, int]) -> tuple[int, int]:
     return best
 
 
-def settings_of(directory: Path, **changes: Any) -> Any:
-    directory.mkdir(exist_ok=True)
-    (directory / "processor_config.json").write_text(json.dumps({"candidate_resolutions": CANDIDATES, **changes}))
-    return VL2.vision.settings(directory)
-
-
 @pytest.mark.parametrize("sizes", [[(500, 800)], [(901, 333), (47, 1000)], [(1300, 1300), (380, 2), (384, 384)]])
 def test_more_than_two_images_are_not_tiled(sizes, tmp_path):
     """The authors tile up to two images; of more, each is its view and, once more, its one tile."""
+    from PIL import Image
+
     draw = np.random.default_rng(0)
     images = [draw.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
     found = VL2.vision.process(images, settings_of(tmp_path))
@@ -85,36 +69,38 @@ def test_more_than_two_images_are_not_tiled(sizes, tmp_path):
     assert (found["tile_grids"].prod(axis=1).max() > 1) == (len(images) <= 2)
 
 
-def test_prompts_are_the_authors():
-    """`format_messages_v2`: a question ends where its answer begins, an answer with the end of a sentence."""
-    template = VL2.template
-    assert template is not None
-    chat = ChatTemplate(template, (("bos_token", "<s>"), ("eos_token", "</s>")))
-    content = [{"type": "text", "text": "One: "}, {"type": "image"}, {"type": "text", "text": "What is it? "}]
-    messages = [
-        {"role": "system", "content": " Be brief. "},
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": " A cat. "},
-        {"role": "user", "content": "Sure?"},
-    ]
-    expected = "<s>Be brief.<|User|>: One: <image>\nWhat is it?\n\n<|Assistant|>:A cat.</s>"
-    assert chat.render(messages) == f"{expected}<|User|>: Sure?\n\n<|Assistant|>:"
+def settings_of(directory: Path, **changes: Any) -> Any:
+    directory.mkdir(exist_ok=True)
+    (directory / "processor_config.json").write_text(json.dumps({"candidate_resolutions": CANDIDATES, **changes}))
+    return VL2.vision.settings(directory)
 
 
-def release_of(name: str, directory: Path) -> Any:
-    """A release's configuration, read without its tokenizer."""
-    (release,) = [found for key, found in RELEASES.items() if key[0] == f"deepseek-ai/{name}"]
-    return VL2.config(release.config, "exact", None)
+CONTENT = [{"type": "text", "text": "One: "}, {"type": "image"}, {"type": "text", "text": "What is it? "}]
+VL2_CHAT = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": CONTENT},
+    {"role": "assistant", "content": " A cat. "},
+    {"role": "user", "content": "Sure?"},
+]
+OCR2_CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Free OCR."}]}]
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("deepseek-vl2-tiny", 3), ("deepseek-vl2-small", 16), ("deepseek-vl2", 27)]
+    ("family", "messages", "text"),
+    [
+        # `format_messages_v2`: a question ends where its answer begins, an answer with the end of a sentence.
+        (
+            VL2,
+            VL2_CHAT,
+            "<s>Be brief.<|User|>: One: <image>\nWhat is it?\n\n<|Assistant|>:A cat.</s>"
+            "<|User|>: Sure?\n\n<|Assistant|>:",
+        ),
+        # The format "plain": texts one behind the other, an image on a line of its own, no roles.
+        (OCR2, OCR2_CHAT, "<s><image>\nFree OCR."),
+    ],
 )
-def test_releases_have_the_published_sizes(name, billions, tmp_path):
-    """Parameters in whole billions, as the authors' paper has them."""
-    leaves = jax.tree.leaves(parameters(abstract(release_of(name, tmp_path))))
-    assert sum(math.prod(leaf.shape) for leaf in leaves) // 10**9 == billions
-    assert jnp.dtype("bfloat16") in {leaf.dtype for leaf in leaves}
+def test_prompts_are_the_authors(family, messages, text):
+    assert ChatTemplate(family.template, (("bos_token", "<s>"), ("eos_token", "</s>"))).render(messages) == text
 
 
 def test_the_placeholder_is_the_tokenizers(tmp_path):
@@ -133,30 +119,28 @@ def test_the_placeholder_is_the_tokenizers(tmp_path):
 
 
 def test_views_that_do_not_match_are_refused(golden):
-    backbone, _, inputs, _ = given = golden("deepseek_vl2", "one_image")
-    ids, pixels = given.ids, inputs
-    with pytest.raises(InputError, match="tile_grids or num_local_patches: got None"):
-        backbone.embed(ids, **{name: value for name, value in pixels.items() if name != "tile_grids"})
-    with pytest.raises(InputError, match="pixel_values_local: got shape None"):
-        backbone.embed(ids, pixel_values=pixels["pixel_values"], tile_grids=pixels["tile_grids"])
-    with pytest.raises(InputError, match="expected at least one row and column"):
-        backbone.embed(ids, pixel_values=pixels["pixel_values"], tile_grids=np.zeros((1, 2), np.int32))
-    with pytest.raises(InputError, match="got 26 pixels a side; expected 30"):
-        backbone.embed(ids, **pixels | {"pixel_values": pixels["pixel_values"][..., :26, :26]})
-    with pytest.raises(InputError, match="image placeholders; expected"):
-        backbone.embed(ids[:, 7:], **pixels)
+    backbone, _, views, _ = given = golden("deepseek_vl2", "one_image")
+    whole, pixels = given.ids, views["pixel_values"]
+    without = {name: value for name, value in views.items() if name != "tile_grids"}
+    for ids, inputs, message in (
+        (whole, without, "tile_grids or num_local_patches: got None"),
+        (whole, {"pixel_values": pixels, "tile_grids": views["tile_grids"]}, "pixel_values_local: got shape None"),
+        (
+            whole,
+            {"pixel_values": pixels, "tile_grids": np.zeros((1, 2), np.int32)},
+            "expected at least one row and col",
+        ),
+        (whole, views | {"pixel_values": pixels[..., :26, :26]}, "got 26 pixels a side; expected 30"),
+        (whole[:, 7:], views, "image placeholders; expected"),
+    ):
+        with pytest.raises(InputError, match=message):
+            backbone.embed(ids, **inputs)
 
 
 # ------------------------------------------------------------------------------------------------ DeepSeek-OCR-2
 
 
-def test_prompts_are_plain_texts():
-    """The format "plain": texts one behind the other, an image on a line of its own, no roles."""
-    template = OCR2.template
-    assert template is not None
-    content = [{"type": "image"}, {"type": "text", "text": "Free OCR."}]
-    chat = ChatTemplate(template, (("bos_token", "<s>"),))
-    assert chat.render([{"role": "user", "content": content}]) == "<s><image>\nFree OCR."
+NECK = ("conv1", "layer_norm1", "conv2", "layer_norm2")
 
 
 def authors_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -190,9 +174,6 @@ def authors_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         else:
             out[name] = value
     return out
-
-
-NECK = ("conv1", "layer_norm1", "conv2", "layer_norm2")
 
 
 def test_the_authors_names_are_the_same_parameters(tmp_path):
@@ -240,71 +221,22 @@ def test_scores_of_a_large_image_are_made_in_blocks():
 def test_the_large_image_must_come_with_the_small_one(golden):
     backbone, _, inputs, _ = given = golden("deepseek_vl_hybrid", "one_image")
     small, large = inputs["pixel_values"], inputs["high_res_pixel_values"]
-    with pytest.raises(InputError, match=r"high_res_pixel_values: got shape None; expected \(1, 3, 32, 32\)"):
-        backbone.embed(given.ids, pixel_values=small)
-    with pytest.raises(InputError, match=r"high_res_pixel_values: got shape \(1, 3, 16, 16\)"):
-        backbone.embed(given.ids, pixel_values=small, high_res_pixel_values=small)
-    with pytest.raises(InputError, match="high_res_pixel_values: got shape"):
-        backbone.embed(given.ids, pixel_values=small, high_res_pixel_values=np.concatenate([large, large]))
+    for images, message in (
+        ({}, r"got shape None; expected \(1, 3, 32, 32\)"),
+        ({"high_res_pixel_values": small}, r"got shape \(1, 3, 16, 16\)"),
+        ({"high_res_pixel_values": np.concatenate([large, large])}, "got shape"),
+    ):
+        with pytest.raises(InputError, match=f"high_res_pixel_values: {message}"):
+            backbone.embed(given.ids, pixel_values=small, **images)
 
 
 # ------------------------------------------------------------------------------------------------ Phi-3-vision
 
 
-def released(**change: Any) -> dict[str, Any]:
-    """Fields of microsoft/Phi-3-vision-128k-instruct's `config.json`."""
-    factors = {"short_factor": [1.05] * 48, "long_factor": [1.03 + number for number in range(48)]}
-    raw = {
-        "_name_or_path": "Phi-3-vision-128k-instruct",
-        "architectures": ["Phi3VForCausalLM"],
-        "attention_dropout": 0.0,
-        "auto_map": {"AutoModelForCausalLM": "modeling_phi3_v.Phi3VForCausalLM"},
-        "bos_token_id": 1,
-        "embd_layer": {
-            "embedding_cls": "image",
-            "hd_transform_order": "sub_glb",
-            "projection_cls": "mlp",
-            "use_hd_transform": True,
-            "with_learnable_separator": True,
-        },
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 3072,
-        "img_processor": {
-            "image_dim_out": 1024,
-            "model_name": "openai/clip-vit-large-patch14-336",
-            "name": "clip_vision_model",
-            "num_img_tokens": 144,
-        },
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "model_type": "phi3_v",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 32,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {**factors, "type": "su"},
-        "rope_theta": 10000.0,
-        "sliding_window": 131072,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": 32064,
-        "_attn_implementation": "flash_attention_2",
-    }
-    return raw | change
-
-
-def test_the_released_configuration_is_read():
-    config = PHI.config(released(), "exact", None)
-    assert (config.vision.side, config.tile_side, config.vision.layers_run) == (24, 12, 23)
-    assert (config.text.rope.scaling.kind, config.text.window, config.whole_first) == ("longrope", 131072, False)
-    assert config.image_token == 32044
-
-
 def build_tokenizer(specials: dict[str, int]) -> Any:
     """One token per character."""
+    import tokenizers
+
     characters = sorted({*string.printable, "Ġ", "Ċ"})
     vocabulary = {"<s>": 0, "</s>": 1, **{character: 2 + n for n, character in enumerate(characters)}, **specials}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], fuse_unk=False))

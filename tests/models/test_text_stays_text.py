@@ -1,4 +1,4 @@
-"""What users write is text in every entry, whatever it spells: ids against transformers' `split_special_tokens`."""
+"""Control tokens spelled in a user's text stay text in every entry: prompts, chats, tools, sessions, batches."""
 
 import functools
 import json
@@ -9,6 +9,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Template
 from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.chat import ChatTemplate
 from kvpatch_jax.models.inputs.texts import TextEncoder
 from tests.goldens.load import golden_chat, write_chatting
 
@@ -20,12 +21,10 @@ NASTY = [
     "<image> <video> <s> </s> <",
     "a \\ufdd0\\ufdd1 b\\",
 ]
-CONTROLS = {
-    "<|im_start|>": "special",
-    "<|im_end|>": "special",
-    "<|image_pad|>": "family's",
-    "<|vision_start|>": "family's",
-}
+
+
+CONTROLS = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>"]
+"""Two that tokenizer.json flags as special, and two of the family's own that it does not."""
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +90,19 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("text", NASTY)
 @pytest.mark.parametrize("turn", TURNS)
-def test_a_turn_of_a_chat(backbone, oracle, turn, text):
+def test_a_turn_of_a_chat(backbone, oracle, turn):
     """Between the template's own tokens, role and text are what transformers makes of them without special tokens."""
-    messages = TURNS[turn](text)
-    role = messages[-1 if turn != "system" else 0]["role"]
     start, end = (backbone.tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
-    ids = backbone.chat(messages)["input_ids"][0].tolist()
-    assert holds(ids, [start, *oracle(f"{role}\n{text}"), end])
     plain = backbone.chat(TURNS[turn]("plain"))["input_ids"][0].tolist()
-    for name in CONTROLS:
-        token = backbone.tokenizer.token_to_id(name)
-        assert ids.count(token) == plain.count(token), name
+    for text in NASTY:
+        messages = TURNS[turn](text)
+        role = messages[-1 if turn != "system" else 0]["role"]
+        ids = backbone.chat(messages)["input_ids"][0].tolist()
+        assert holds(ids, [start, *oracle(f"{role}\n{text}"), end])
+        for name in CONTROLS:
+            token = backbone.tokenizer.token_to_id(name)
+            assert ids.count(token) == plain.count(token), name
 
 
 def test_texts_that_are_put_together(backbone, oracle):
@@ -116,7 +115,7 @@ def test_texts_that_are_put_together(backbone, oracle):
 @pytest.mark.parametrize("dump", ["tojson", "tojson(ensure_ascii=True)"])
 def test_calls_and_tools_as_json(backbone, oracle, dump, monkeypatch):
     source = "{{ tools | tojson }}<|im_start|>{{ messages[0].tool_calls | DUMP }}<|im_end|>".replace("DUMP", dump)
-    monkeypatch.setattr(backbone, "chat_template", kvp_template(source))
+    monkeypatch.setattr(backbone, "chat_template", ChatTemplate(source))
     calls = [{"function": {"name": "look", "arguments": {"at": NASTY[0]}}}]
     ids = backbone.chat([{"role": "assistant", "content": "", "tool_calls": calls}], tools=[{"name": NASTY[1]}])
     start, end = (backbone.tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
@@ -124,14 +123,8 @@ def test_calls_and_tools_as_json(backbone, oracle, dump, monkeypatch):
     assert ids["input_ids"][0].tolist() == expected
 
 
-def kvp_template(source):
-    from kvpatch_jax.models.inputs.chat import ChatTemplate
-
-    return ChatTemplate(source)
-
-
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("text", NASTY[:3])
+@pytest.mark.parametrize("text", NASTY[:1])
 def test_a_session(backbone, oracle, seen, chat, text):
     session = kvp.Session(backbone, chat=chat, lead="You look." if chat else None)
     session.add(np.zeros((16, 16, 3), np.uint8))
@@ -159,9 +152,6 @@ def test_a_batch(backbone, oracle, seen, tmp_path):
     assert (report.answered, report.failed) == (len(NASTY), 0)
     for text in NASTY:
         assert any(holds(ids, oracle(text)) for ids in seen)
-
-
-# --------------------------------------------------------------------------------- vocabularies that hold their tokens
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Unigram"])

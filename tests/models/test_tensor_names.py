@@ -1,4 +1,4 @@
-"""Names that releases, transformers and fine-tunes give to tensors: one model, whichever of them a file has."""
+"""A checkpoint is the same model under any name that releases, transformers or fine-tunes give its tensors."""
 
 import functools
 import json
@@ -22,16 +22,16 @@ Tensors = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoint) -> Callable[[str], models.ModelBackbone]:
-    """`loaded(family)`: that tiny model."""
-    return functools.cache(lambda family: models.load(checkpoint(family)))
-
-
-@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`checkpoint(family)`: the tiny model under the names of its golden. Read only."""
     root = tmp_path_factory.mktemp("namings")
     return functools.cache(lambda family: write_checkpoint(family, root / family))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint) -> Callable[[str], models.ModelBackbone]:
+    """`loaded(family)`: that tiny model."""
+    return functools.cache(lambda family: models.load(checkpoint(family)))
 
 
 def renamed(directory: Path, out: Path, tensors: Mapping[str, np.ndarray]) -> Path:
@@ -86,13 +86,6 @@ def assert_same_model(one: models.ModelBackbone, directory: Path) -> None:
     assert one.fingerprint == other.fingerprint  # chunks of the one are served to the other
 
 
-@pytest.mark.parametrize("family", WRITTEN)
-def test_what_transformers_writes_is_the_same_model(family, checkpoint, loaded, tmp_path):
-    directory = checkpoint(family)
-    tensors = as_written(load_file(directory / WEIGHTS), WRITTEN[family])
-    assert_same_model(loaded(family), renamed(directory, tmp_path / "theirs", tensors))
-
-
 def swap(old: str, new: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {re.sub(f"^{re.escape(old)}", new, name): value for name, value in tensors.items()}
 
@@ -101,28 +94,33 @@ def as_modules(family: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: as_written(tensors, WRITTEN[family])
 
 
-@pytest.mark.parametrize(
-    ("family", "rename"),
-    [
-        ("llava", swap("vision_tower.", "vision_tower.vision_model.")),
-        ("llava_next", lambda tensors: swap("model.vision_tower.", "model.vision_tower.vision_model.")(
+# What releases and other versions of transformers write: the family, and its tensors under their names.
+RENAMED = {
+    **{f"{family} as modules": (family, as_modules(family)) for family in WRITTEN},
+    "llava 4": ("llava", swap("vision_tower.", "vision_tower.vision_model.")),
+    "llava-next 4": (
+        "llava_next",
+        lambda tensors: swap("model.vision_tower.", "model.vision_tower.vision_model.")(
             as_modules("llava_next")(tensors)
-        )),
-        ("deepseek_vl", swap("model.vision_model.", "model.vision_model.vision_model.")),
-        ("qwen3_vl_moe", unfused),
-        ("qwen3_vl_moe", lambda tensors: {
+        ),
+    ),
+    "deepseek-vl 4": ("deepseek_vl", swap("model.vision_model.", "model.vision_model.vision_model.")),
+    "qwen3-vl-moe unfused": ("qwen3_vl_moe", unfused),
+    "qwen3-vl-moe released": (
+        "qwen3_vl_moe",
+        lambda tensors: {
             name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
             for name, value in tensors.items()
-        }),
-    ],
-    ids=["llava 4", "llava-next 4", "deepseek-vl 4", "qwen3-vl-moe unfused", "qwen3-vl-moe released"],
-)  # fmt: skip
-def test_other_names_are_the_same_model(family, rename, checkpoint, loaded, tmp_path):
-    directory = checkpoint(family)
-    before = load_file(directory / WEIGHTS)
-    tensors = rename(before)
-    assert {name: value.shape for name, value in tensors.items()} != {n: value.shape for n, value in before.items()}
-    assert_same_model(loaded(family), renamed(directory, tmp_path / "theirs", tensors))
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("form", RENAMED)
+def test_other_names_are_the_same_model(form, checkpoint, loaded, tmp_path):
+    family, rename = RENAMED[form]
+    tensors = rename(load_file(checkpoint(family) / WEIGHTS))
+    assert_same_model(loaded(family), renamed(checkpoint(family), tmp_path / "theirs", tensors))
 
 
 def test_two_names_of_one_tensor_are_refused(checkpoint, tmp_path):
@@ -133,9 +131,6 @@ def test_two_names_of_one_tensor_are_refused(checkpoint, tmp_path):
     both = rf"tensors '\S+' and '\S+' for '{name}'; expected one of them"
     with pytest.raises(WeightsError, match=both):
         models.load(renamed(directory, tmp_path / "mixed", tensors))
-
-
-# ----------------------------------------------------------------------------------- tensors that no parameter needs
 
 
 def test_tensors_that_the_model_does_not_read_are_named_once(checkpoint, loaded, tmp_path):
@@ -187,11 +182,13 @@ def test_buffers_and_what_predicts_further_tokens_are_passed_over(names, checkpo
 
 # --------------------------------------------------------------------------------------------- embeddings and heads
 
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("stored", ["embedding", "head", "equal", "different"])
 def test_a_tied_model_loads_whichever_of_its_tensors_are_stored(stored, checkpoint, loaded, tmp_path):
+    """A head of its own counts though the configuration ties it, as in transformers, and is saved as untied."""
     directory = checkpoint("llama3_1")
     tensors = load_file(directory / WEIGHTS)
     table = tensors.pop(EMBEDDING)
@@ -203,13 +200,21 @@ def test_a_tied_model_loads_whichever_of_its_tensors_are_stored(stored, checkpoi
         "different": {EMBEDDING: table, HEAD: other},
     }
     backbone = models.load(renamed(directory, tmp_path / stored, tensors | pair[stored]))
-    decoder = backbone.parameters["decoder"]
-    np.testing.assert_array_equal(decoder["embedding"], table)
+    np.testing.assert_array_equal(backbone.parameters["decoder"]["embedding"], table)
     assert backbone.config.text.tied_embeddings == (stored != "different")
-    if stored == "different":
-        np.testing.assert_array_equal(decoder["head"]["kernel"], other.T)
-    else:
+    if stored != "different":
         assert backbone.fingerprint == loaded("llama3_1").fingerprint
+        return
+    saved = models.save(backbone, tmp_path / "saved")
+    assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
+    for untied in (backbone, models.load(saved)):
+        np.testing.assert_array_equal(untied.parameters["decoder"]["head"]["kernel"], other.T)
+
+
+def test_a_head_of_its_own_counts_in_a_family_with_images(tmp_path):
+    backbone = models.load(write_checkpoint("llava", tmp_path, tie_word_embeddings=True))
+    assert not backbone.config.text.tied_embeddings
+    assert backbone.config.to_dict()["tie_word_embeddings"] is False
 
 
 def test_infinite_bounds_load(checkpoint, tmp_path):
@@ -223,9 +228,6 @@ def test_infinite_bounds_load(checkpoint, tmp_path):
     backbone = models.load(directory)
     saved = load_file(models.save(backbone, tmp_path / "saved") / WEIGHTS)
     assert all(np.array_equal(saved[name], value) for name, value in infinite.items())
-
-
-# ------------------------------------------------------------------------------------------------------------ experts
 
 
 def test_layers_with_experts_of_two_layouts_are_refused(checkpoint, tmp_path):
