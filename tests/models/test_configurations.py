@@ -173,7 +173,9 @@ def test_released_keys_mean_what_transformers_writes(older, newer):
     assert read(older).text == read(golden_config(newer)).text
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "glm4v", "qwen3_vl", "llava", "kimi_vl", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen2_vl", "glm4v", "qwen3_vl", "llava", "kimi_vl", "gemma4", "qwen2_5_omni", "qwen3_omni"]
+)
 def test_released_files_mean_what_transformers_writes(name):
     """Flat text fields, `rope_scaling`, `in_chans`, tower names of version 4."""
     folder = GOLDENS / name

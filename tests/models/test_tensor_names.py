@@ -94,6 +94,14 @@ def as_modules(family: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: as_written(tensors, WRITTEN[family])
 
 
+def as_release(tensors: Tensors) -> Tensors:
+    """The thinker's tensors among those of a talker and a vocoder."""
+    others = ("talker.model.layers.0.self_attn.q_proj.weight", "token2wav.proj.weight", "code2wav.decoder.0.bias")
+    return {f"thinker.{name}": value for name, value in tensors.items()} | {
+        name: np.ones((2, 2), np.float32) for name in others
+    }
+
+
 # What releases and other versions of transformers write: the family, and its tensors under their names.
 RENAMED = {
     **{f"{family} as modules": (family, as_modules(family)) for family in WRITTEN},
@@ -104,6 +112,8 @@ RENAMED = {
             as_modules("llava_next")(tensors)
         ),
     ),
+    "qwen2.5-omni released": ("qwen2_5_omni", as_release),
+    "qwen3-omni released": ("qwen3_omni", as_release),
     "deepseek-vl 4": ("deepseek_vl", swap("model.vision_model.", "model.vision_model.vision_model.")),
     "qwen3-vl-moe unfused": ("qwen3_vl_moe", unfused),
     "qwen3-vl-moe released": (
