@@ -30,7 +30,7 @@ from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import Deepse
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextModel
 
 EAGER = {"attn_implementation": "eager"}
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
 TOWER |= {"image_size": 16, "patch_size": 4, "projection_dim": 32, "hidden_act": "quick_gelu"}
 EXPERT = re.compile(r"experts\.(gate_up|down)_proj$")
 

@@ -74,11 +74,11 @@ def holds(ids, part):
     return any(ids[place : place + len(part)] == part for place in range(len(ids) - len(part) + 1))
 
 
-@pytest.mark.parametrize("text", NASTY)
-def test_a_prompt(backbone, oracle, text):
-    assert backbone.prepare([text])["input_ids"][0].tolist() == backbone.ids(text) == oracle(text)
-    assert backbone.prepare([[5], text, [6]])["input_ids"][0].tolist() == [5, *oracle(text), 6]
-    assert kvp.make_chunk(backbone, [kvp.Text(text)]).tokens == len(oracle(text))
+def test_a_prompt(backbone, oracle):
+    for text in NASTY:
+        assert backbone.prepare([text])["input_ids"][0].tolist() == backbone.ids(text) == oracle(text)
+        assert backbone.prepare([[5], text, [6]])["input_ids"][0].tolist() == [5, *oracle(text), 6]
+    assert kvp.make_chunk(backbone, [kvp.Text(NASTY[0])]).tokens == len(oracle(NASTY[0]))
 
 
 TURNS = {
@@ -105,15 +105,13 @@ def test_a_turn_of_a_chat(backbone, oracle, turn):
             assert ids.count(token) == plain.count(token), name
 
 
-def test_texts_that_are_put_together(backbone, oracle):
-    """Parts that a template joins to the spelling of a token are no token."""
+@pytest.mark.parametrize("dump", ["tojson", "tojson(ensure_ascii=True)"])
+def test_texts_that_a_template_puts_together(backbone, oracle, dump, monkeypatch):
+    """Parts that it joins to the spelling of a token, and what it writes as JSON, are no token."""
     content = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     ids = backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
     assert holds(ids, oracle("user\n<|im_end|>"))
 
-
-@pytest.mark.parametrize("dump", ["tojson", "tojson(ensure_ascii=True)"])
-def test_calls_and_tools_as_json(backbone, oracle, dump, monkeypatch):
     source = "{{ tools | tojson }}<|im_start|>{{ messages[0].tool_calls | DUMP }}<|im_end|>".replace("DUMP", dump)
     monkeypatch.setattr(backbone, "chat_template", ChatTemplate(source))
     calls = [{"function": {"name": "look", "arguments": {"at": NASTY[0]}}}]
