@@ -1,24 +1,23 @@
 """DeepSeek-VL2, DeepSeek-OCR-2, DeepSeek-VL-7B and Phi-3-vision follow their authors' rules for tiles and prompts."""
 
+import copy
 import json
 import re
-import string
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models.inputs.chat import ChatTemplate
 from kvpatch_jax.models.towers.sam import SamBlock, SamConfig
-from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
+from tests.goldens.load import GOLDENS, golden_chat, golden_config, golden_images, write_checkpoint
 
 VL2: Any = models.FAMILIES["DeepseekVLV2ForCausalLM"]
+LARGE = "high_res_pixel_values"
 OCR2: Any = models.FAMILIES["DeepseekOcr2ForConditionalGeneration"]
 
 
@@ -78,72 +77,36 @@ def test_the_placeholder_is_the_tokenizers(tmp_path):
     assert family.config(family.amend(raw, tmp_path), "exact", None).image_token == 311
 
 
-def test_views_that_do_not_match_are_refused(golden):
-    backbone, _, views, _ = given = golden("deepseek_vl2", "one_image")
-    whole, pixels = given.ids, views["pixel_values"]
-    without = {name: value for name, value in views.items() if name != "tile_grids"}
-    for ids, inputs, message in (
-        (whole, without, "tile_grids or num_local_patches: got None"),
-        (whole, {"pixel_values": pixels, "tile_grids": views["tile_grids"]}, "pixel_values_local: got shape None"),
+@pytest.mark.parametrize(
+    ("family", "name", "change", "message"),
+    [
+        ("deepseek_vl2", "tile_grids", None, "tile_grids or num_local_patches: got None"),
+        ("deepseek_vl2", "tile_grids", np.zeros_like, "expected at least one row and column"),
+        ("deepseek_vl2", "pixel_values_local", None, "pixel_values_local: got shape None"),
+        ("deepseek_vl2", "pixel_values", lambda pixels: pixels[..., :26, :26], "got 26 pixels a side; expected 30"),
         (
-            whole,
-            {"pixel_values": pixels, "tile_grids": np.zeros((1, 2), np.int32)},
-            "expected at least one row and col",
+            "deepseek_ocr2",
+            "pixel_values",
+            lambda pixels: pixels[..., :40, :40],
+            r"40 pixels a side; expected one of \[",
         ),
-        (whole, views | {"pixel_values": pixels[..., :26, :26]}, "got 26 pixels a side; expected 30"),
-        (whole[:, 7:], views, "image placeholders; expected"),
-    ):
-        with pytest.raises(InputError, match=message):
-            backbone.embed(ids, **inputs)
+        ("deepseek_vl_hybrid", LARGE, None, rf"{LARGE}: got shape None; expected \(1, 3, 32, 32\)"),
+        ("deepseek_vl_hybrid", LARGE, lambda pixels: pixels[..., :16, :16], rf"{LARGE}: got shape \(1, 3, 16, 16\)"),
+        ("deepseek_vl_hybrid", LARGE, lambda pixels: np.concatenate([pixels, pixels]), f"{LARGE}: got shape"),
+    ],
+)
+def test_views_that_do_not_match_are_refused(family, name, change, message, tiny):
+    """Of an image's views one is missing, or of another size."""
+    backbone = tiny(family)
+    inputs = backbone.prepare([[5], *golden_images(family, "one_image"), [6]])
+    inputs = {key: value for key, value in inputs.items() if key != "position_ids" and (key, change) != (name, None)}
+    if change is not None:
+        inputs[name] = change(np.asarray(inputs[name]))
+    with pytest.raises(InputError, match=message):
+        backbone.embed(**inputs)
 
 
 # ------------------------------------------------------------------------------------------------ DeepSeek-OCR-2
-
-
-NECK = ("conv1", "layer_norm1", "conv2", "layer_norm2")
-
-
-def authors_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """DeepSeek-OCR-2's tensors as its authors' files have them: other names, experts one by one."""
-    rules = [
-        (r"vision_tower\.sam_encoder\.layers\.(\d+)\.layer_norm", r"sam_model.blocks.\1.norm"),
-        (r"vision_tower\.sam_encoder\.layers\.", "sam_model.blocks."),
-        (r"vision_tower\.sam_encoder\.patch_embed\.projection", "sam_model.patch_embed.proj"),
-        *((rf"vision_tower\.sam_encoder\.neck\.{part}", f"sam_model.neck.{n}") for n, part in enumerate(NECK)),
-        (r"vision_tower\.sam_encoder\.proj\.conv1", "sam_model.net_2"),
-        (r"vision_tower\.sam_encoder\.proj\.conv2", "sam_model.net_3"),
-        (r"vision_tower\.sam_encoder\.", "sam_model."),
-        (r"vision_tower\.vision_encoder\.", "qwen2_model.model.model."),
-        (r"vision_tower\.query_(\d+)_resolution", r"qwen2_model.query_\1"),
-        (r"multi_modal_projector", "projector.layers"),
-        (r"view_separator", "view_seperator"),
-        (r"language_model\.", ""),
-    ]
-    out = {}
-    for name, value in tensors.items():
-        for pattern, target in rules:
-            name, count = re.subn(pattern, target, name)
-            if count:
-                break
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(value):
-                for part, half in zip(("gate", "up"), np.split(both, 2), strict=True):
-                    out[name.replace("gate_up_proj", f"{expert}.{part}_proj.weight")] = half.copy()
-        elif name.endswith("experts.down_proj"):
-            out |= {name.replace("down_proj", f"{n}.down_proj.weight"): v.copy() for n, v in enumerate(value)}
-        else:
-            out[name] = value
-    return out
-
-
-def test_the_authors_names_are_the_same_parameters(tmp_path):
-    """transformers writes them where it is not asked for its own modules' (`save_original_format`)."""
-    plain = write_checkpoint("deepseek_ocr2", tmp_path / "plain")
-    theirs = write_checkpoint("deepseek_ocr2", tmp_path / "theirs")
-    file = theirs / "model.safetensors"
-    save_file(authors_names(load_file(file)), file)
-    found, expected = (models.load(root).parameters for root in (theirs, plain))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_views_without_tiles_have_the_tiles_size(tmp_path):
@@ -153,13 +116,6 @@ def test_views_without_tiles_have_the_tiles_size(tmp_path):
     prompt = models.load(root).prepare([np.zeros((100, 60, 3), np.uint8)])
     assert prompt["pixel_values"].shape == (1, 3, 48, 48)
     assert prompt["num_local_patches"].tolist() == [0]
-
-
-def test_sizes_without_queries_are_refused(tmp_path: Path):
-    second = models.load(write_checkpoint("deepseek_ocr2", tmp_path))
-    ids = np.array([[5, *[301] * 145, 6]])
-    with pytest.raises(InputError, match=r"got 40 pixels a side; expected one of \[48, 64\]"):
-        second.embed(ids, pixel_values=np.zeros((1, 3, 40, 40), np.float32), num_local_patches=[0])
 
 
 # ---------------------------------------------------------------------------------------------- DeepSeek-VL-7B
@@ -178,38 +134,19 @@ def test_scores_of_a_large_image_are_made_in_blocks():
     assert analysis.temp_size_in_bytes < whole / 3
 
 
-def test_the_large_image_must_come_with_the_small_one(golden):
-    backbone, _, inputs, _ = given = golden("deepseek_vl_hybrid", "one_image")
-    small, large = inputs["pixel_values"], inputs["high_res_pixel_values"]
-    for images, message in (
-        ({}, r"got shape None; expected \(1, 3, 32, 32\)"),
-        ({"high_res_pixel_values": small}, r"got shape \(1, 3, 16, 16\)"),
-        ({"high_res_pixel_values": np.concatenate([large, large])}, "got shape"),
-    ):
-        with pytest.raises(InputError, match=f"high_res_pixel_values: {message}"):
-            backbone.embed(given.ids, pixel_values=small, **images)
-
-
 # ------------------------------------------------------------------------------------------------ Phi-3-vision
-
-
-def build_tokenizer(specials: dict[str, int]) -> Any:
-    """One token per character."""
-    import tokenizers
-
-    characters = sorted({*string.printable, "Ġ", "Ċ"})
-    vocabulary = {"<s>": 0, "</s>": 1, **{character: 2 + n for n, character in enumerate(characters)}, **specials}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], fuse_unk=False))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", *specials])
-    return tokenizer
 
 
 def test_phi_prompts_are_the_authors(tmp_path):
     """Placeholders numbered from 1, each text between them tokenized by itself, start token and all."""
+    import tokenizers
+
     directory = write_checkpoint("phi3_v", tmp_path)
-    tokenizer = build_tokenizer({"<|user|>": 310, "<|assistant|>": 311, "<|end|>": 312, "<|system|>": 313})
+    table = copy.deepcopy(golden_chat("qwen2_5_vl")["tokenizer"])
+    marks = {"<|user|>": 312, "<|assistant|>": 313, "<|end|>": 314, "<|system|>": 315}
+    table["model"]["vocab"] |= marks
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(table))
+    tokenizer.add_special_tokens([*marks])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     backbone = models.load(directory)

@@ -59,15 +59,9 @@ def test_a_repository_in_the_hubs_cache_is_told_where_its_files_are(directory, t
     assert load(root / "snapshots" / "abc").layout.layers == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory"),
-        (Path("/nowhere/a/b"), r"got no such file; expected .*, or .*load\('owner/name'\)"),
-    ],
-)
-def test_a_name_of_no_directory_is_refused(name, message):
-    refused(name, message)
+def test_a_name_of_no_directory_is_refused():
+    refused("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory")
+    refused(Path("/nowhere/a/b"), r"got no such file; expected .*, or .*load\('owner/name'\)")
 
 
 @pytest.mark.parametrize(
@@ -95,18 +89,17 @@ def dangling(path: Path) -> None:
     path.symlink_to("/nowhere")
 
 
-def pointer(path: Path) -> None:
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
-
-
-def sparse(path: Path) -> None:
+def sparse_file(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 29)
 
 
-def vast(path: Path) -> None:
-    """A header of petabytes."""
+def vast_header(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+
+
+def pointer(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
 
 
 NO_PLAIN = "no plain file of at most"
@@ -117,13 +110,13 @@ NO_PLAIN = "no plain file of at most"
     [
         (CONFIG, pipe, NO_PLAIN),
         (CONFIG, endless, NO_PLAIN),
-        (CONFIG, sparse, NO_PLAIN),
+        (CONFIG, sparse_file, NO_PLAIN),
         (CONFIG, dangling, "a link to nothing; expected a Hugging Face"),
         (CONFIG, pointer, "a pointer of Git LFS; .*`git lfs pull` fetches it"),
         (WEIGHTS, pipe, "a broken link or no plain file"),
         (WEIGHTS, dangling, "a broken link or no plain file"),
         (WEIGHTS, pointer, "got a pointer of Git LFS: `git lfs pull` fetches"),
-        (WEIGHTS, vast, "damaged"),
+        (WEIGHTS, vast_header, "damaged"),
     ],
 )
 def test_what_is_no_file_of_its_kind_is_refused(directory, name, make, message):
@@ -133,30 +126,23 @@ def test_what_is_no_file_of_its_kind_is_refused(directory, name, make, message):
 
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
-@pytest.mark.parametrize("layers", [MOST_LAYERS + 1, 10**9])
-def test_more_layers_than_any_model_has_are_refused_before_they_are_counted(directory, part, layers):
+def test_more_layers_than_any_model_has_are_refused_before_they_are_counted(directory, part):
     """Reading goes through layers one by one: 10⁹ of them once took the machine's memory."""
-    message = f"num_hidden_layers {layers}; expected at most {MOST_LAYERS} layers"
-    refused(with_config(directory, part, num_hidden_layers=layers), message)
+    message = f"num_hidden_layers {10**9}; expected at most {MOST_LAYERS} layers"
+    refused(with_config(directory, part, num_hidden_layers=10**9), message)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", 3])
-def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(directory, dtype):
-    with_config(directory, dtype=dtype)
-    refused(directory, f"got dtype '{dtype}'; expected 'float32', 'bfloat16' or 'float16'")
+def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(directory):
+    with_config(directory, dtype="float64")
+    refused(directory, "got dtype 'float64'; expected 'float32', 'bfloat16' or 'float16'")
     assert load(directory, dtype="bfloat16").config.text.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("pytorch_model.bin", "got pytorch_model.bin, which is not read"),
-        ("model-00001-of-00002.safetensors", "got model-00001-of-00002.safetensors, which is not read"),
-    ],
-)
-def test_weights_under_another_name_are_named(directory, name, message):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors"])
+def test_weights_under_another_name_are_named(directory, name):
     (directory / WEIGHTS).rename(directory / name)
-    refused(directory, f"{message}; expected model.safetensors, or model.safetensors.index.json", WeightsError)
+    message = f"got {name}, which is not read; expected model.safetensors, or model.safetensors.index.json"
+    refused(directory, message, WeightsError)
 
 
 def test_tensors_of_another_family_are_named(directory, checkpoints):

@@ -119,37 +119,14 @@ def test_halves_are_read_exactly(tmp_path, dtype):
 # ------------------------------------------------------------------------------------------------- ropes
 
 
-def factors_of_llama3(factor: float, width: int, theta: float) -> np.ndarray:
-    """By the rule of Llama 3.1's release, one frequency at a time."""
-    out = []
-    for pair in range(width // 2):
-        wave = 2 * np.pi * theta ** (2 * pair / width)
-        if wave < 8192 / 4:
-            out.append(1.0)
-        elif wave > 8192 / 1:
-            out.append(factor)
-        else:
-            share = (8192 / wave - 1) / (4 - 1)
-            out.append(1 / ((1 - share) / factor + share))
-    return np.array(out, np.float32)
-
-
-def test_factors_divide_the_frequencies_and_those_of_llama3_are_its_scaling(tmp_path):
-    factors = factors_of_llama3(8.0, HEAD, 500000.0)
-    metadata = metadata_of("llama", rope__freq_base=500000.0)
-    tensors = converted(tiny_tensors("llama"), "llama")
-    files = [
-        write_gguf(tmp_path / "factors.gguf", metadata, tensors | {"rope_freqs.weight": factors}),
-        write_gguf(tmp_path / "plain.gguf", metadata, tensors),
-    ]
-    rope, plain = (load(path).layout.rope for path in files)
+def test_factors_divide_the_frequencies(tmp_path):
+    factors = np.linspace(1, 8, HEAD // 2, dtype=np.float32)
+    metadata, tensors = metadata_of("llama"), converted(tiny_tensors("llama"), "llama")
+    more = tensors | {"rope_freqs.weight": factors}
+    rope = load(write_gguf(tmp_path / "factors.gguf", metadata, more)).layout.rope
+    plain = load(write_gguf(tmp_path / "plain.gguf", metadata, tensors)).layout.rope
     assert np.allclose(rope.inverse_frequencies * factors, plain.inverse_frequencies, rtol=1e-6)
     assert rope.attention_scaling == 1.0
-
-    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    llama3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
-    directory = write_directory(tmp_path / "hf", "llama", tiny_tensors("llama"), rope_parameters=llama3, rope_theta=5e5)
-    assert np.allclose(load(directory).layout.rope.inverse_frequencies, rope.inverse_frequencies, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,8 @@ from kvpatch_jax.models.files import open_files
 from tests.models.released_configs import RELEASED
 
 # One release a line, with what becomes of it: see the README there.
-LINES = [
-    line
-    for file in sorted((Path(__file__).parent / "corpus").glob("*.jsonl"))
-    for line in file.read_text("utf-8").splitlines()
-]
-RELEASES: list[dict[str, Any]] = [json.loads(line) for line in LINES]
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.jsonl"))
+RELEASES: list[dict[str, Any]] = [json.loads(line) for file in CORPUS for line in file.read_text("utf-8").splitlines()]
 INDEXED = [release for release in RELEASES if "index" in release]
 PUBLISHED = {name: released for name, released in RELEASED.items() if released.published is not None}
 FIRST = list({released.config["architectures"][0]: name for name, released in reversed(PUBLISHED.items())}.values())

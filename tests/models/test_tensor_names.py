@@ -43,41 +43,51 @@ def renamed(directory: Path, out: Path, tensors: Mapping[str, np.ndarray]) -> Pa
     return out
 
 
-def as_written(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    """Tensors under the names that transformers wrote, by its pattern → ours; experts put together where it did."""
-    theirs = {ours: pattern for pattern, ours in names.items()}
-    found = dict[str, np.ndarray]()
-    for name, value in tensors.items():
-        pattern = theirs.get(re.sub(r"(?<=\.)\d+(?=\.)", "#", name))
-        if pattern is not None:
-            found[pattern.replace("#", "{}").format(*re.findall(r"(?<=\.)\d+(?=\.)", name))] = value
-    return found | (fused(tensors) if "fused" in names.values() else {})
+def as_written(family: str) -> Callable[[Tensors], Tensors]:
+    """Renames tensors as transformers wrote them, by its pattern → ours; experts are put together where it did."""
+    number, theirs = r"(?<=\.)\d+(?=\.)", {ours: pattern for pattern, ours in WRITTEN[family].items()}
+
+    def rename(tensors: Tensors) -> Tensors:
+        patterns = {name: theirs.get(re.sub(number, "#", name)) for name in tensors}
+        name_of = lambda name, pattern: pattern.replace("#", "{}").format(*re.findall(number, name))
+        out = {name_of(name, pattern): tensors[name] for name, pattern in patterns.items() if pattern is not None}
+        return out | (fused(tensors) if "fused" in WRITTEN[family].values() else {})
+
+    return rename
 
 
 def fused(tensors: Tensors) -> Tensors:
     """The experts of every layer as [E, 2I, D] (gate above up) and [E, D, I]."""
-    of = lambda name, part, count: np.stack([tensors[f"{name}.{number}.{part}_proj.weight"] for number in range(count)])
-    found = dict[str, np.ndarray]()
+    out: Tensors = {}
     for name in {match[1] for match in map(re.compile(r"(.*\.experts)\.\d+\.").match, tensors) if match}:
         count = sum(other.startswith(f"{name}.") for other in tensors) // 3
-        gate_up = np.concatenate([of(name, "gate", count), of(name, "up", count)], axis=1)
-        found |= {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": of(name, "down", count)}
-    return found
+        gate, up, down = (
+            np.stack([tensors[f"{name}.{number}.{part}_proj.weight"] for number in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        out |= {f"{name}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{name}.down_proj": down}
+    return out
 
 
 def unfused(tensors: Tensors) -> Tensors:
     """The other way round: [E, 2I, D] and [E, D, I] as one tensor per expert."""
-    found = dict[str, np.ndarray]()
+    out: Tensors = {}
     for name, value in tensors.items():
         stem, _, part = name.rpartition(".")
-        if part not in ("gate_up_proj", "down_proj"):
-            found[name] = value
+        parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(part)
+        if parts is None:
+            out[name] = value
             continue
         for number, expert in enumerate(value):
-            half = len(expert) // 2
-            pieces = {"down": expert} if part == "down_proj" else {"gate": expert[:half], "up": expert[half:]}
-            found |= {f"{stem}.{number}.{one}_proj.weight": np.ascontiguousarray(rows) for one, rows in pieces.items()}
-    return found
+            halves = zip(parts, np.split(expert, len(parts)), strict=True)
+            out |= {f"{stem}.{number}.{half}_proj.weight": rows.copy() for half, rows in halves}
+    return out
+
+
+def turned(tensors: Tensors) -> Tensors:
+    """Experts' matrices the other way round."""
+    turn = lambda name, value: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
+    return {name: turn(name, value) for name, value in tensors.items()}
 
 
 def assert_same_model(one: models.ModelBackbone, directory: Path) -> None:
@@ -90,10 +100,6 @@ def swap(old: str, new: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {re.sub(f"^{re.escape(old)}", new, name): value for name, value in tensors.items()}
 
 
-def as_modules(family: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: as_written(tensors, WRITTEN[family])
-
-
 def as_release(tensors: Tensors) -> Tensors:
     """The thinker's tensors among those of a talker and a vocoder."""
     others = ("talker.model.layers.0.self_attn.q_proj.weight", "token2wav.proj.weight", "code2wav.decoder.0.bias")
@@ -102,40 +108,52 @@ def as_release(tensors: Tensors) -> Tensors:
     }
 
 
-# What releases and other versions of transformers write: the family, and its tensors under their names.
+def of_ocr2(tensors: Tensors) -> Tensors:
+    """DeepSeek-OCR-2's tensors as its authors' files have them."""
+    sam, neck = r"vision_tower\.sam_encoder\.", ("conv1", "layer_norm1", "conv2", "layer_norm2")
+    rules = {
+        rf"{sam}layers\.(\d+)\.layer_norm": r"sam_model.blocks.\1.norm",
+        rf"{sam}layers\.": "sam_model.blocks.",
+        rf"{sam}patch_embed\.projection": "sam_model.patch_embed.proj",
+        **{rf"{sam}neck\.{part}": f"sam_model.neck.{n}" for n, part in enumerate(neck)},
+        **{rf"{sam}proj\.conv{n}": f"sam_model.net_{n + 1}" for n in (1, 2)},
+        sam: "sam_model.",
+        r"vision_tower\.vision_encoder\.": "qwen2_model.model.model.",
+        r"vision_tower\.query_(\d+)_resolution": r"qwen2_model.query_\1",
+        "multi_modal_projector": "projector.layers",
+        "view_separator": "view_seperator",
+        r"language_model\.": "",
+    }
+    rule = lambda name: next((pair for pair in rules.items() if re.search(pair[0], name)), ("", ""))
+    return {re.sub(*rule(name), name): value for name, value in tensors.items()}
+
+
+# What releases and other versions of transformers write: the family, and what it makes of the names in order.
 RENAMED = {
-    **{f"{family} as modules": (family, as_modules(family)) for family in WRITTEN},
+    **{f"{family} as modules": (family, as_written(family)) for family in WRITTEN},
     "llava 4": ("llava", swap("vision_tower.", "vision_tower.vision_model.")),
     "llava-next 4": (
-        "llava_next",
-        lambda tensors: swap("model.vision_tower.", "model.vision_tower.vision_model.")(
-            as_modules("llava_next")(tensors)
-        ),
+        "llava_next", as_written("llava_next"), swap("model.vision_tower.", "model.vision_tower.vision_model.")
     ),
     "qwen2.5-omni released": ("qwen2_5_omni", as_release),
     "qwen3-omni released": ("qwen3_omni", as_release),
     "deepseek-vl 4": ("deepseek_vl", swap("model.vision_model.", "model.vision_model.vision_model.")),
+    "deepseek-ocr-2 released": ("deepseek_ocr2", unfused, of_ocr2),
     "qwen3-vl-moe unfused": ("qwen3_vl_moe", unfused),
-    "qwen3-vl-moe released": (
-        "qwen3_vl_moe",
-        lambda tensors: {
-            name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
-            for name, value in tensors.items()
-        },
-    ),
-}
+    "qwen3-vl-moe released": ("qwen3_vl_moe", turned),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", RENAMED)
 def test_other_names_are_the_same_model(form, checkpoint, loaded, tmp_path):
-    family, rename = RENAMED[form]
-    tensors = rename(load_file(checkpoint(family) / WEIGHTS))
+    family, *renames = RENAMED[form]
+    tensors = functools.reduce(lambda value, rename: rename(value), renames, load_file(checkpoint(family) / WEIGHTS))
     assert_same_model(loaded(family), renamed(checkpoint(family), tmp_path / "theirs", tensors))
 
 
 def test_two_names_of_one_tensor_are_refused(checkpoint, tmp_path):
     directory = checkpoint("llava")
-    tensors = as_modules("llava")(load_file(directory / WEIGHTS))
+    tensors = as_written("llava")(load_file(directory / WEIGHTS))
     name = "vision_tower.encoder.layers.1.mlp.fc1.bias"
     tensors[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors[f"model.{name}"]
     both = rf"tensors '\S+' and '\S+' for '{name}'; expected one of them"
@@ -174,20 +192,13 @@ def test_tensors_that_the_model_does_not_read_are_named_once(checkpoint, loaded,
             "model.rotary_emb.original_inv_freq",
         ],
         ["mtp.layers.0.mlp.up_proj.weight", "model.mtp.fc.weight", "mtp.fc.bias"],
-        [
-            "model.layers.3.eh_proj.weight",
-            "model.layers.3.mlp.up_proj.weight",
-            "model.layers.3.shared_head.head.weight",
-        ],
+        [f"model.layers.3.{name}.weight" for name in ("eh_proj", "mlp.up_proj", "shared_head.head")],
         ["model.layers.78.eh_proj.weight", "model.layers.78.enorm.weight", "model.layers.79.eh_proj.weight"],
     ],
 )
 def test_buffers_and_what_predicts_further_tokens_are_passed_over(names, checkpoint, loaded, tmp_path):
-    directory = checkpoint("deepseek_v3")
-    others = {name: np.ones(3, np.float32) for name in names}
-    assert_same_model(
-        loaded("deepseek_v3"), renamed(directory, tmp_path / "more", load_file(directory / WEIGHTS) | others)
-    )
+    tensors = load_file(checkpoint("deepseek_v3") / WEIGHTS) | {name: np.ones(3, np.float32) for name in names}
+    assert_same_model(loaded("deepseek_v3"), renamed(checkpoint("deepseek_v3"), tmp_path / "more", tensors))
 
 
 # --------------------------------------------------------------------------------------------- embeddings and heads

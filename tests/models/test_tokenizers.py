@@ -147,18 +147,8 @@ def test_tokens_merges_and_special_ones() -> None:
     assert silent.encode("a").tokens == ["a"]
 
 
-PIECES = {
-    "▁": -9.0,
-    "a": -9.5,
-    "b": -9.6,
-    "c": -9.7,
-    "é": -9.8,
-    "▁a": -1.0,
-    "ab": -2.0,
-    "bc": -3.0,
-    "abc": -4.0,
-    "▁ab": -5.0,
-}
+SCORES = [-9.0, -9.5, -9.6, -9.7, -9.8, -1.0, -2.0, -3.0, -4.0, -5.0]
+PIECES = dict(zip(("▁", *"abcé", "▁a", "ab", "bc", "abc", "▁ab"), SCORES, strict=True))
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -208,31 +198,28 @@ def test_sentencepiece_without_start_and_space():
     assert bare.encode("ab a").tokens == ["ab", "▁a"]
 
 
-def test_a_file_brings_tokenizer_and_template(tmp_path: Path) -> None:
-    metadata = (
-        metadata_of("llama")
-        | tokenizer_metadata()
-        | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
-    )
-    backbone = load(write_gguf(tmp_path / "m.gguf", metadata, converted(tiny_tensors("llama"), "llama")))
+def load_with(root: Path, metadata: dict[str, Any]) -> Any:
+    tensors = converted(tiny_tensors("llama"), "llama")
+    return load(write_gguf(root / "m.gguf", metadata_of("llama") | metadata, tensors))
+
+
+def test_a_file_brings_tokenizer_and_template(tmp_path):
+    template = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    backbone = load_with(tmp_path, tokenizer_metadata() | template)
     prompt = backbone.chat([{"role": "user", "content": "abc"}])
     assert prompt["input_ids"].tolist() == [[TOKENS.index("<|start|>"), TOKENS.index("abc")]]
     assert (backbone.config.to_dict()["bos_token_id"], backbone.config.to_dict()["eos_token_id"]) == (17, 3)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("metadata", "message"),
     [
         ({}, "of kind None, not of the known 'gpt2'"),
         (tokenizer_metadata("tekken"), "splits text as 'tekken', not in one of the known ways"),
     ],
 )
-def test_without_a_known_tokenizer_text_is_refused_and_tokens_are_taken(
-    tmp_path: Path, tokens: dict[str, Any], message: str
-) -> None:
-    backbone = load(
-        write_gguf(tmp_path / "m.gguf", metadata_of("llama") | tokens, converted(tiny_tensors("llama"), "llama"))
-    )
+def test_without_a_known_tokenizer_text_is_refused_and_tokens_are_taken(tmp_path, metadata, message):
+    backbone = load_with(tmp_path, metadata)
     assert backbone.prepare([[1, 2, 3]])["input_ids"].tolist() == [[1, 2, 3]]
     for call in (lambda: backbone.prepare(["abc"]), lambda: backbone.text([1]), lambda: backbone.chat([])):
         with pytest.raises(InputError, match=message):
