@@ -2,6 +2,7 @@
 
 import copy
 import json
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,11 +107,9 @@ def test_what_is_wrong_or_not_built_is_refused_by_key_and_value(name, change, me
 
 
 def test_a_mesh_refuses_layers_of_unlike_kinds():
-    class OneDevice:
-        axis_names, shape = ("tensor",), {"tensor": 1}
-
+    mesh: Any = types.SimpleNamespace(axis_names=("tensor",), shape={"tensor": 1})
     config = read(CONFIGS["gemma3_text"]).text
-    for call in (lambda: partition_specs(config, {}, OneDevice()), lambda: cache_specs(config.layout, OneDevice())):
+    for call in (lambda: partition_specs(config, {}, mesh), lambda: cache_specs(config.layout, mesh)):
         with pytest.raises(LayoutError, match="mesh: got a layout whose channel 'k' has layers of its own"):
             call()
 

@@ -138,7 +138,7 @@ def test_sounds_become_transformers_features():
 
     extractor = Gemma4AudioFeatureExtractor(feature_size=16, return_attention_mask=True)
     gold = extractor(waves(), sampling_rate=16000, return_tensors="np")
-    audio = FAMILIES["Gemma4ForConditionalGeneration"].audio
+    audio: Any = FAMILIES["Gemma4ForConditionalGeneration"].audio
     settings = audio.settings(GOLDENS / "gemma4")
     found = audio.process([Audio(wave, rate=16000) for wave in waves()], settings)
     np.testing.assert_array_equal(found["input_features_mask"], np.asarray(gold["input_features_mask"], bool))

@@ -148,7 +148,7 @@ def test_tokens_merges_and_special_ones() -> None:
 
 
 SCORES = [-9.0, -9.5, -9.6, -9.7, -9.8, -1.0, -2.0, -3.0, -4.0, -5.0]
-PIECES = dict(zip(("▁", *"abcé", "▁a", "ab", "bc", "abc", "▁ab"), SCORES, strict=True))
+PIECES: dict[str, float] = dict(zip(("▁", *"abcé", "▁a", "ab", "bc", "abc", "▁ab"), SCORES, strict=True))
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 

@@ -73,7 +73,7 @@ def test_glms_pixels_and_times_equal_transformers(kind, tmp_path):
 def test_gemma_4s_pixels_and_times_equal_transformers():
     """torchvision's resize, rescaling and patches, bit for bit (`frames.npz`, of transformers' video processor)."""
     gold, frames = golden_arrays("gemma4", "frames"), draw_frames("gemma4 video", 7, 24, 40)
-    video = FAMILIES["Gemma4ForConditionalGeneration"].video
+    video: Any = FAMILIES["Gemma4ForConditionalGeneration"].video
     found = video.process([Video(frames, rate=0.1, frames=2)], video.settings(GOLDENS / "gemma4"))
     np.testing.assert_array_equal(digest(found["pixel_values_videos"]), gold["digest.pixel_values_videos"])
     for name in ("video_position_ids", "num_frames_per_video", "video_timestamps"):
