@@ -18,7 +18,7 @@ ENTRIES = [
     TensorEntry("layers.{layer}.proj.weight", ("layers", "kernel"), permute=(1, 0)),
     TensorEntry("layers.{layer}.experts.{expert}.weight", ("layers", "experts"), permute=(1, 0)),
     TensorEntry("layers.{layer}.norm.weight", ("norm_{layer}", "weight")),
-    TensorEntry("conv.weight", ("conv", "kernel"), permute=(1, 2, 0)),
+    TensorEntry("stem.weight", ("stem", "kernel"), permute=(1, 2, 0)),
     TensorEntry("patch.weight", ("patch", "kernel"), permute=(1, 2, 3, 4, 0), file_shape=(6, 3, 2, 2, 2)),
 ]
 SHAPES = {
@@ -26,7 +26,7 @@ SHAPES = {
     ("layers", "kernel"): (3, 4, 7),
     ("layers", "experts"): (3, 2, 4, 2),
     **{(f"norm_{layer}", "weight"): (4,) for layer in range(3)},
-    ("conv", "kernel"): (3, 2, 5),
+    ("stem", "kernel"): (3, 2, 5),
     ("patch", "kernel"): (24, 6),
 }
 EXPECTED = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()}
@@ -37,7 +37,7 @@ WEIGHTS = "model.safetensors"
 
 def file_tensors() -> dict[str, np.ndarray]:
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (5, 4), "patch.weight": (6, 3, 2, 2, 2)}
-    shapes["conv.weight"] = (5, 3, 2)
+    shapes["stem.weight"] = (5, 3, 2)
     for layer in range(3):
         shapes |= {f"layers.{layer}.proj.weight": (7, 4), f"layers.{layer}.norm.weight": (4,)}
         shapes |= {f"layers.{layer}.experts.{expert}.weight": (2, 4) for expert in range(2)}
@@ -66,7 +66,7 @@ def test_load_permutes_stacks_and_flattens(tmp_path, sharded):
             value = tensors[f"layers.{layer}.experts.{expert}.weight"]
             assert np.array_equal(params["layers"]["experts"][layer, expert], value.T)
     assert np.array_equal(params["embedding"], tensors["embed.weight"])
-    assert np.array_equal(params["conv"]["kernel"], tensors["conv.weight"].transpose(1, 2, 0))
+    assert np.array_equal(params["stem"]["kernel"], tensors["stem.weight"].transpose(1, 2, 0))
     assert np.array_equal(params["patch"]["kernel"], tensors["patch.weight"].reshape(6, 24).T)
 
 
