@@ -291,9 +291,10 @@ def test_a_batch_names_videos_in_json(loaded, tmp_path):
     """A folder of frames with their rate has the answer of the frames themselves."""
     from PIL import Image
 
+    (tmp_path / "clip").mkdir()
     for number, frame in enumerate(FRAMES):
-        Image.fromarray(frame).save(tmp_path / f"{number}.png")
-    clip = {"video": str(tmp_path), "rate": 2}
+        Image.fromarray(frame).save(tmp_path / "clip" / f"{number}.png")
+    clip = {"video": str(tmp_path / "clip"), "rate": 2}
     fronts = [clip, Video(FRAMES, rate=2.0), {**clip, "speed": 2}, {"video": str(tmp_path / "missing.mp4")}]
     lines = [{"front": [front], "question": "What?", "steps": 5} for front in fronts]
     kvp.answer_batch(loaded("qwen2_5_vl"), None, lines, out=tmp_path / "answers.jsonl")
