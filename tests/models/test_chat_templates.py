@@ -1,4 +1,4 @@
-"""A conversation becomes the text and ids that transformers' processor makes of it; a saved template stays the same."""
+"""A conversation becomes the text and ids that transformers makes of it; a saved template stays the same."""
 
 import functools
 import json

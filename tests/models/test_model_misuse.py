@@ -1,4 +1,4 @@
-"""KV of another frame, unmoved questions, bare prompts, added masks and foreign caches are refused with what to do."""
+"""KV of another frame, unmoved questions, bare prompts, added masks and foreign caches are refused."""
 # pyright: reportArgumentType=false
 
 import jax

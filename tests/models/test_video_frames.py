@@ -1,4 +1,4 @@
-"""A video's frames are those that its file shows, upright, at their own times, sampled as transformers samples them."""
+"""A video has the frames that its file shows, upright, at their times, sampled as transformers samples them."""
 
 import fractions
 import functools
