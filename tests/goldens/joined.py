@@ -30,6 +30,8 @@ from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import Deepse
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextModel
 
 EAGER = {"attn_implementation": "eager"}
+TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+TOWER |= {"image_size": 16, "patch_size": 4, "projection_dim": 32, "hidden_act": "quick_gelu"}
 EXPERT = re.compile(r"experts\.(gate_up|down)_proj$")
 
 
@@ -72,14 +74,14 @@ class Joined(torch.nn.Module):
 class Phi3V(Joined):
     PLACE, HEAD = "model.vision_embed_tokens", "lm_head.weight"
 
-    def __init__(self, raw: dict[str, Any], tower: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any]) -> None:
         rope = {"rope_theta": raw["rope_theta"], **raw["rope_scaling"], "rope_type": "longrope"}
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         names += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "original_max_position_embeddings")
         text = Phi3Config(**{name: raw[name] for name in names}, pad_token_id=None, rope_parameters=rope, **EAGER)
-        super().__init__(raw, Phi3ForCausalLM(text), CLIPVisionModel(CLIPVisionConfig(**tower, **EAGER)))
-        self.side = tower["image_size"]
-        wide, width = 4 * tower["hidden_size"], raw["hidden_size"]
+        super().__init__(raw, Phi3ForCausalLM(text), CLIPVisionModel(CLIPVisionConfig(**TOWER, **EAGER)))
+        self.side = TOWER["image_size"]
+        wide, width = 4 * TOWER["hidden_size"], raw["hidden_size"]
         extra = {"sub_GN": [1, 1, 1, wide], "glb_GN": [1, 1, wide], "img_projection.0.weight": [width, wide]}
         extra |= {"img_projection.0.bias": [width], "img_projection.2.weight": [width, width]}
         extra |= {"img_projection.2.bias": [width]}
@@ -154,7 +156,7 @@ class DeepseekVL2(Joined):
     LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group")
     LATENT += ("topk_group", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "attention_bias")
 
-    def __init__(self, raw: dict[str, Any], _: Any) -> None:
+    def __init__(self, raw: dict[str, Any]) -> None:
         text, vision, glue = raw["language_config"], raw["vision_config"], raw["projector_config"]
         kept = {name: text[name] for name in self.TEXT}
         if text.get("use_mla", True):

@@ -29,7 +29,6 @@ from table import (
     AUDIO,
     AUDIO_END,
     AUDIO_START,
-    CLIP,
     END,
     FAMILIES,
     IMAGE,
@@ -50,34 +49,32 @@ DIRECTIONS = draw_numbers("directions", 320, 16)
 NAMED = ("qwen2_vl", "qwen2_5_vl", "llava", "llava_next", "internvl", "gemma3", "mistral3", "pixtral")
 NAMED += ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 """Families whose files have other names than transformers' modules."""
-JOINED = {"Phi3V": Phi3V, "DeepseekVL2": DeepseekVL2}
+JOINED = {"phi3_v": Phi3V, "deepseek_vl2": DeepseekVL2, "deepseek_vl2_tiny": DeepseekVL2}
 
 
 def processor_of(row: Row) -> Any:
-    """Returns the image processor without torchvision, or None."""
-    if row.processor is None:
-        return None
-    module, _, name = row.processor[0].rpartition(".")
-    return getattr(importlib.import_module(f"transformers.models.{module}"), name)(**row.processor[1])
+    """Returns the image processor without torchvision by the settings in the family's folder, or None."""
+    path = HERE / row.family / "preprocessor_config.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    # PixtralProcessor sets the patch size to what a token shows.
+    known |= {"patch_size": 8} if row.family == "mistral3" else {}
+    cls = getattr(transformers, f"{known.pop('image_processor_type', '')}Pil", None)
+    return None if cls is None else cls(**known)
 
 
-def build(family: str, row: Row, directory: Path) -> tuple[Any, dict[str, list[int]]]:
+def build(row: Row, directory: Path) -> tuple[Any, dict[str, list[int]]]:
     """Builds the model with every parameter redrawn under its file's name, and writes `config.json`.
 
     Returns the model and the shapes of its tensors.
     """
     if row.model in JOINED:
-        model = JOINED[row.model](row.config, CLIP)
+        model = JOINED[row.model](row.config)
         (directory / "config.json").write_text(json.dumps(row.config, indent=2) + "\n")
         return model.eval(), model.shapes
-    image = "vision_config" in row.config
-    head = "ForConditionalGeneration" if image else "ForCausalLM"
-    cls = getattr(transformers, f"{row.model}{head}")
-    config = cls.config_class(**row.config)
-    config.architectures = [cls.__name__]
-    if "Thinker" not in row.model:
-        config = config.get_text_config() if not image else config
+    cls = getattr(transformers, row.config["architectures"][0])
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(row.config))
+        config = transformers.AutoConfig.from_pretrained(folder)
         cls(config).save_pretrained(folder, **({"save_original_format": False} if row.new_names else {}))
         path = Path(folder) / "model.safetensors"
         with safe_open(path, "np") as file:
@@ -356,10 +353,12 @@ def run(row: Row, model: Any, watch: Watch, prompt: Prompt) -> dict[str, np.ndar
     }
     for name, value in prompt.inputs.items():
         value = np.asarray(value)
-        if row.model == "Phi3V" and name == "pixel_values":  # crops that count; the small whole is torch's bicubic one
+        if (
+            row.family == "phi3_v" and name == "pixel_values"
+        ):  # crops that count; the small whole is torch's bicubic one
             counts = [1 + height // 16 * (width // 16) for height, width in prompt.inputs["image_sizes"].tolist()]
             value = np.concatenate([tiles[1:count] for tiles, count in zip(value, counts, strict=True)])
-        if row.processor and row.processor[0].endswith("PixtralImageProcessorPil") and name == "pixel_values":
+        if row.family in ("mistral3", "pixtral") and name == "pixel_values":
             value = cut(value, np.asarray(prompt.inputs["image_sizes"]), 4)
         arrays[f"digest.{name}"] = digest(value)
 
@@ -386,13 +385,8 @@ def positions_alone(row: Row, model: Any, watch: Watch, prompt: Prompt) -> dict[
 def make(family: str, row: Row) -> None:
     """Writes the folder of one family."""
     out = HERE / family
-    out.mkdir(exist_ok=True)
-    model, shapes = build(family, row, out)
+    model, shapes = build(row, out)
     watch, processor = Watch(model), processor_of(row)
-    written = {} if processor is None else json.loads(processor.to_json_string())
-    if written := written | row.settings:
-        name = "processor_config.json" if row.model == "DeepseekVL2" else "preprocessor_config.json"
-        (out / name).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())
     (out / "shapes.json").write_text("{\n" + lines + "\n}\n")
 
@@ -417,7 +411,7 @@ def pattern(name: str) -> str:
 def namings(family: str) -> dict[str, str]:
     """Returns what transformers 5 calls a file's tensors within: the pattern of each of its names → of the file's."""
     with tempfile.TemporaryDirectory() as folder:
-        model, shapes = build(family, FAMILIES[family], Path(folder))
+        model, shapes = build(FAMILIES[family], Path(folder))
         model.save_pretrained(folder, save_original_format=False)
         theirs = load_file(Path(folder) / "model.safetensors")
     files = {value.tobytes(): name for name, value in redraw_all(shapes).items()}
@@ -430,10 +424,7 @@ def make_held_out(family: str) -> None:
     written = []
     for number, row in enumerate(settings(family)):
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                model, shapes = build(family, row, Path(folder))
-            except Exception as error:
-                raise ValueError(f"{family} {number}: {row.config}") from error
+            model, shapes = build(row, Path(folder))
             written.append({"config": json.loads((Path(folder) / "config.json").read_text()), "shapes": shapes})
         found = run(row, model, Watch(model), Prompt(row, model, processor_of(row), "held", row.cases["held"]))
         kept = {"input_ids": found["input_ids"], "position_ids": found["position_ids"], "last": found["logits"][-1]}

@@ -11,7 +11,7 @@ import json
 import string
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -60,25 +60,14 @@ MESSAGES = [
     {"role": "assistant", "content": [{"type": "text", "text": "A page, in two parts."}]},
     {"role": "user", "content": [{"type": "text", "text": " And that? "}, {"type": "image"}]},
 ]
-CLIP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-
-# Families whose released tokenizers add nothing of their own.
-PLAIN = ("qwen2_5_vl",)
 
 # Special tokens that a family's processor asks its tokenizer for by name.
 NAMED = {
     "deepseek_vl": {"image_token": "<image_placeholder>"},
-    "gemma3": {
-        "boi_token": "<start_of_image>",
-        "image_token": "<image_soft_token>",
-        "eoi_token": "<end_of_image>",
-    },
-    "internvl": {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    },
+    "gemma3": dict(boi_token="<start_of_image>", image_token="<image_soft_token>", eoi_token="<end_of_image>"),
+    "internvl": {"start_image_token": "<img>", "end_image_token": "</img>"}
+    | {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+    "kimi_vl": {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"},
 }
 
 
@@ -116,34 +105,18 @@ def pil(kind, family: str):
 
 CHAT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
 TURN_MARKS = {"<|im_start|>": 310, "<|im_end|>": 311}
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_MARKS = {"<|image_pad|>": 301, "<|video_pad|>": 302, "<|vision_start|>": 303, "<|vision_end|>": 304, **TURN_MARKS}
 INTERN_MARKS = {"<IMG_CONTEXT>": 301, "<img>": 303, "</img>": 304, "<video>": 305, **TURN_MARKS}
-SMOL_MARKS = {
-    "<image>": 301,
-    "<fake_token_around_image>": 303,
-    "<global-img>": 304,
-    "<end_of_utterance>": 305,
-    **TURN_MARKS,
-    **{f"<row_{row}_col_{column}>": 309 + 2 * row + column for row in (1, 2) for column in (1, 2)},
-}
-GEMMA_MARKS = {
-    "<image_soft_token>": 301,
-    "<start_of_image>": 303,
-    "<end_of_image>": 304,
-    "\n\n": 312,  # as Gemma's tokenizer joins newlines: those around an image with those of the text
-    "\n\n\n": 313,
-    **TURN_MARKS,
-}
+SMOL_MARKS = {"<image>": 301, "<fake_token_around_image>": 303, "<global-img>": 304, "<end_of_utterance>": 305}
+SMOL_MARKS |= TURN_MARKS | {f"<row_{row}_col_{column}>": 309 + 2 * row + column for row in (1, 2) for column in (1, 2)}
+GEMMA_MARKS = {"<image_soft_token>": 301, "<start_of_image>": 303, "<end_of_image>": 304}
+# As Gemma's tokenizer joins newlines: those around an image with those of the text.
+GEMMA_MARKS |= {"\n\n": 312, "\n\n\n": 313, **TURN_MARKS}
 GLM_MARKS = {"<|image|>": IMAGE, "<|video|>": VIDEO, "<|begin_of_image|>": START, "<|end_of_image|>": END}
 GLM_MARKS |= {"<|begin_of_video|>": VIDEO_START, "<|end_of_video|>": VIDEO_END, **TURN_MARKS}
-GEMMA4_NAMES = {
-    "image_token": "<|image|>",
-    "boi_token": "<|image>",
-    "eoi_token": "<image|>",
-    "audio_token": "<|audio|>",
-    "boa_token": "<|audio>",
-    "eoa_token": "<audio|>",
-}
+GEMMA4_NAMES = dict(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>")
+GEMMA4_NAMES |= dict(audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>")
 GEMMA4_MARKS = {"<|video|>": VIDEO, **TURN_MARKS}
 GEMMA4_MARKS |= dict(zip(GEMMA4_NAMES.values(), (IMAGE, START, END, AUDIO, AUDIO_START, AUDIO_END), strict=True))
 GEMMA4_PIXELS = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70}
@@ -161,96 +134,75 @@ def gemma4_processor(tokenizer: Any, template: str) -> Any:
     return hf.Gemma4Processor(hears, images, wrapped, videos, chat_template=template)
 
 
-# family → (tokenizer, template) → processor; what the template writes for an image; the template; special tokens.
-CASES = {
-    "llava": (
-        lambda t, c: hf.LlavaProcessor(pil(hf.CLIPImageProcessorPil, "llava"), t, chat_template=c, **CLIP_FORM),
-        "<image>",
-        TURNS,
-        {"<image>": IMAGE},
+class Form(NamedTuple):
+    """A family's processor, its options, those for images and videos, and what a template writes for an image."""
+
+    processor: type
+    options: dict[str, Any]
+    images: type
+    videos: type | None
+    image: str
+    template: str
+    marks: dict[str, int]
+
+
+PLACEHOLDER = "<image_placeholder>"
+GLM_IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
+# The tokenizer has numbers of its own for the ends of rows.
+MISTRAL_MARKS = {"[IMG]": IMAGE, "[IMG_BREAK]": 305, "[IMG_END]": 306, **TURN_MARKS}
+FORMS = {
+    "llava": Form(hf.LlavaProcessor, CLIP_FORM, hf.CLIPImageProcessorPil, None, "<image>", TURNS, {"<image>": IMAGE}),
+    "llava_next": Form(
+        hf.LlavaNextProcessor, CLIP_FORM, hf.LlavaNextImageProcessorPil, None, "<image>", TURNS, {"<image>": IMAGE}
     ),
-    "llava_next": (
-        lambda t, c: hf.LlavaNextProcessor(
-            pil(hf.LlavaNextImageProcessorPil, "llava_next"), t, chat_template=c, **CLIP_FORM
-        ),
-        "<image>",
-        TURNS,
-        {"<image>": IMAGE},
+    "qwen2_5_vl": Form(
+        hf.Qwen2_5_VLProcessor, {}, hf.Qwen2VLImageProcessorPil, hf.Qwen2VLVideoProcessor,
+        QWEN_IMAGE, CHATML, QWEN_MARKS,
     ),
-    "qwen2_5_vl": (
-        lambda t, c: hf.Qwen2_5_VLProcessor(
-            pil(hf.Qwen2VLImageProcessorPil, "qwen2_5_vl"), t, hf.Qwen2VLVideoProcessor(), chat_template=c
-        ),
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        CHATML,
-        QWEN_MARKS,
+    "deepseek_vl": Form(
+        hf.DeepseekVLProcessor, {"num_image_tokens": 16}, hf.DeepseekVLImageProcessorPil, None,
+        PLACEHOLDER, TURNS, {PLACEHOLDER: IMAGE},
     ),
-    "deepseek_vl": (
-        lambda t, c: hf.DeepseekVLProcessor(
-            pil(hf.DeepseekVLImageProcessorPil, "deepseek_vl"), t, c, num_image_tokens=16
-        ),
-        "<image_placeholder>",
-        TURNS,
-        {"<image_placeholder>": IMAGE},
+    "internvl": Form(
+        hf.InternVLProcessor, {"image_seq_length": 4}, hf.GotOcr2ImageProcessorPil, hf.InternVLVideoProcessor,
+        "<IMG_CONTEXT>\n", CHATML, INTERN_MARKS,
     ),
-    "internvl": (
-        lambda t, c: hf.InternVLProcessor(
-            pil(hf.GotOcr2ImageProcessorPil, "internvl"),
-            t,
-            hf.InternVLVideoProcessor(),
-            image_seq_length=4,
-            chat_template=c,
-        ),
-        "<IMG_CONTEXT>\n",
-        CHATML,
-        INTERN_MARKS,
+    "smolvlm": Form(
+        hf.SmolVLMProcessor, {"image_seq_len": 4}, hf.SmolVLMImageProcessorPil, hf.SmolVLMVideoProcessor,
+        "<image>", CHATML, SMOL_MARKS,
     ),
-    "gemma3": (
-        lambda t, c: hf.Gemma3Processor(pil(hf.Gemma3ImageProcessorPil, "gemma3"), t, c, image_seq_length=9),
-        "<start_of_image>",
-        CHATML,
-        GEMMA_MARKS,
+    "gemma3": Form(
+        hf.Gemma3Processor, {"image_seq_length": 9}, hf.Gemma3ImageProcessorPil, None,
+        "<start_of_image>", CHATML, GEMMA_MARKS,
     ),
-    "smolvlm": (
-        lambda t, c: hf.SmolVLMProcessor(
-            pil(hf.SmolVLMImageProcessorPil, "smolvlm"), t, hf.SmolVLMVideoProcessor(), image_seq_len=4, chat_template=c
-        ),
-        "<image>",
-        CHATML,
-        SMOL_MARKS,
+    "glm4v": Form(
+        hf.Glm4vProcessor, {}, hf.Glm4vImageProcessorPil, hf.Glm4vVideoProcessor, GLM_IMAGE, CHATML, GLM_MARKS
     ),
-    "glm4v": (
-        lambda t, c: hf.Glm4vProcessor(
-            pil(hf.Glm4vImageProcessorPil, "glm4v"), t, hf.Glm4vVideoProcessor(), chat_template=c
-        ),
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        CHATML,
-        GLM_MARKS,
+    "mistral3": Form(
+        hf.PixtralProcessor, {"patch_size": 4, "spatial_merge_size": 2}, hf.PixtralImageProcessorPil, None,
+        "[IMG]", CHATML, MISTRAL_MARKS,
     ),
-    "gemma4": (gemma4_processor, "<|image|>", CHATML, GEMMA4_MARKS),
-    # The tokenizer has numbers of its own for the ends of rows.
-    "mistral3": (
-        lambda t, c: hf.PixtralProcessor(
-            pil(hf.PixtralImageProcessorPil, "mistral3"), t, patch_size=4, spatial_merge_size=2, chat_template=c
-        ),
-        "[IMG]",
-        CHATML,
-        {"[IMG]": IMAGE, "[IMG_BREAK]": 305, "[IMG_END]": 306, **TURN_MARKS},
-    ),
-}
+}  # fmt: skip
+CASES = (*FORMS, "gemma4")
 BESIDE = ("glm4v", "gemma4", "mistral3")
 """Families whose conversation lies in their own folder, and whose tokenizers add nothing; Qwen's neither."""
 
 
 def make_chat(family: str) -> dict:
     """The text and token ids that a processor makes of a conversation with two images."""
-    make, image, template, specials = CASES[family]
-    template = template.replace("IMAGE", image)
-    tokenizer = build_tokenizer(specials, starts=family not in ("qwen2_5_vl", *BESIDE))
+    form = FORMS.get(family) or Form(hf.Gemma4Processor, {}, type, None, "<|image|>", CHATML, GEMMA4_MARKS)
+    template = form.template.replace("IMAGE", form.image)
+    tokenizer = build_tokenizer(form.marks, starts=family not in ("qwen2_5_vl", *BESIDE))
     wrapped = hf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, extra_special_tokens=NAMED.get(family, {}), **CHAT_TOKENS
     )
-    processor, numbers = make(wrapped, template), iter(range(len(SIZES)))
+    if family == "gemma4":
+        processor = gemma4_processor(wrapped, template)
+    else:
+        videos = {} if form.videos is None else {"video_processor": form.videos()}
+        images = pil(form.images, family)
+        processor = form.processor(images, tokenizer=wrapped, chat_template=template, **videos, **form.options)
+    numbers = iter(range(len(SIZES)))
     shown = [
         {
             **message,
@@ -281,47 +233,20 @@ VIDEO_CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role
 {%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-KIMI_MARKS = {
-    "<|media_pad|>": 301,
-    "<|kimi_k25_video_placeholder|>": 302,
-    "<|media_begin|>": 303,
-    "<|media_end|>": 304,
-    "<|media_content|>": 305,
-    "<|im_start|>": 310,
-    "<|im_end|>": 311,
-}
+KIMI_MARKS = {"<|media_pad|>": 301, "<|kimi_k25_video_placeholder|>": 302, "<|media_begin|>": 303}
+KIMI_MARKS |= {"<|media_end|>": 304, "<|media_content|>": 305, **TURN_MARKS}
 KIMI = {"patch_size": 4, "merge_size": 2, "size": {"max_height": 512, "max_width": 512}, "max_patches": 64}
-QWEN_VISION = ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
-# family → image processor, video processor, processor; what the template writes for an image and a video; marks.
+KIMI_IMAGE = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\n"
+QWEN3 = FORMS["qwen2_5_vl"]._replace(processor=hf.Qwen3VLProcessor, videos=hf.Qwen3VLVideoProcessor)
+# Forms of families with videos, and what the template writes for one.
 VIDEOS = {
-    "qwen2_5_vl": (
-        hf.Qwen2VLImageProcessorPil,
-        hf.Qwen2VLVideoProcessor,
-        hf.Qwen2_5_VLProcessor,
-        QWEN_VISION,
-        QWEN_MARKS,
-    ),
-    "qwen3_vl": (hf.Qwen2VLImageProcessorPil, hf.Qwen3VLVideoProcessor, hf.Qwen3VLProcessor, QWEN_VISION, QWEN_MARKS),
-    "internvl": (
-        hf.GotOcr2ImageProcessorPil,
-        hf.InternVLVideoProcessor,
-        hf.InternVLProcessor,
-        ("<IMG_CONTEXT>\n", "<video>\n"),
-        INTERN_MARKS,
-    ),
-    "smolvlm": (
-        hf.SmolVLMImageProcessorPil,
-        hf.SmolVLMVideoProcessor,
-        hf.SmolVLMProcessor,
-        ("<image>", "<video>"),
-        SMOL_MARKS,
-    ),
+    "qwen2_5_vl": (FORMS["qwen2_5_vl"], QWEN_IMAGE.replace("image", "video")),
+    "qwen3_vl": (QWEN3, QWEN_IMAGE.replace("image", "video")),
+    "internvl": (FORMS["internvl"], "<video>\n"),
+    "smolvlm": (FORMS["smolvlm"], "<video>"),
     "kimi_vl": (
-        Kimi_K25ImageProcessor,
-        Kimi_K25VideoProcessor,
-        Kimi_K25Processor,
-        ("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\n", "<|kimi_k25_video_placeholder|>\n"),
-        KIMI_MARKS,
+        Form(Kimi_K25Processor, {}, Kimi_K25ImageProcessor, Kimi_K25VideoProcessor, KIMI_IMAGE, "", KIMI_MARKS),
+        "<|kimi_k25_video_placeholder|>\n",
     ),
 }
 SHAPES = {"first": (5, 22, 41, 2.5), "second": (8, 33, 18, 4.0)}
@@ -342,26 +267,24 @@ def bits(array: np.ndarray) -> str:
 
 def video_processors(family: str):
     """The family's processor with its tiny settings and a tokenizer of characters, and its video processor."""
-    images, videos, kind, (image, video), marks = VIDEOS[family]
-    template = (
-        smolvlm_texts.DEFAULT_CHAT_TEMPLATE
-        if family == "smolvlm"
-        else VIDEO_CHATML.replace("IMAGE", image).replace("VIDEO", video)
-    )
+    form, video = VIDEOS[family]
+    template = VIDEO_CHATML.replace("IMAGE", form.image).replace("VIDEO", video)
     known = {name: value for name, value in settings_of(family).items() if not name.endswith("_type")}
-    known = KIMI if family == "kimi_vl" else known
-    named = NAMED.get(family, {})
-    if family == "kimi_vl":
-        named = {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"}
-    built = build_tokenizer(marks, starts=False)
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=built, extra_special_tokens=named, **CHAT_TOKENS)
-    more = {"internvl": {"image_seq_length": 4}, "smolvlm": {"image_seq_len": 4}}.get(family, {})
+    known, sampled = KIMI if family == "kimi_vl" else known, {}
     if family == "smolvlm":
-        known |= {"num_frames": 64, "fps": 1}
-    video_processor = videos(**known)
-    known = {name: value for name, value in known.items() if name not in ("num_frames", "fps")}
-    processor = kind(
-        images(**known), tokenizer=tokenizer, video_processor=video_processor, chat_template=template, **more
+        template, sampled = smolvlm_texts.DEFAULT_CHAT_TEMPLATE, {"num_frames": 64, "fps": 1}
+    built = build_tokenizer(form.marks, starts=False)
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=built, extra_special_tokens=NAMED.get(family, {}), **CHAT_TOKENS
+    )
+    assert form.videos is not None
+    video_processor = form.videos(**known, **sampled)
+    processor = form.processor(
+        form.images(**known),
+        tokenizer=tokenizer,
+        video_processor=video_processor,
+        chat_template=template,
+        **form.options,
     )
     return processor, video_processor, json.loads(built.to_str()), template
 

@@ -1,0 +1,230 @@
+"""Each key of `config.json` is read as transformers reads it, warned about, or refused by key and value."""
+
+import copy
+import json
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvpatch_jax.errors import ConfigError, LayoutError, WeightsError
+from kvpatch_jax.models import FAMILIES, UnknownKeyWarning, load
+from kvpatch_jax.models.decoder.sharding import cache_specs, partition_specs
+from kvpatch_jax.models.families.architectures import find_architecture
+from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
+
+IMAGES = ("qwen2_5_vl", "internvl", "kimi_vl", "qwen3_omni", "gemma4", "phi3_v", "deepseek_vl2", "llava_onevision")
+TEXTS = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_moe")
+CONFIGS: dict[str, dict[str, Any]] = {name: golden_config(name) for name in (*TEXTS, *IMAGES)}
+BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, True, None, float("nan"))
+
+
+MOST_IMAGES = [pytest.param(name, marks=pytest.mark.nightly) for name in IMAGES[1:]]
+
+
+def read(raw: dict[str, Any]) -> Any:
+    return FAMILIES[find_architecture(raw, "config.json")].config(raw, "exact")
+
+
+def changed(name: str, **change: Any) -> dict[str, Any]:
+    """A configuration with these keys changed, in its text part where it has one."""
+    raw = copy.deepcopy(CONFIGS[name])
+    raw.get("text_config", raw).update(change)
+    return raw
+
+
+def written(root: Path, raw: dict[str, Any]) -> Path:
+    """A directory with this `config.json`, image settings, and nothing else."""
+    (root / "config.json").write_text(json.dumps(raw))
+    (root / "preprocessor_config.json").write_text(json.dumps({"do_resize": True}))
+    return root
+
+
+def paths(raw: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of every entry, tables inside tables included."""
+    for key, value in raw.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*path, key))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", [*TEXTS, IMAGES[0], *MOST_IMAGES])
+def test_no_value_of_any_key_gives_an_untyped_error(name):
+    """Every key, each kind of nonsense: read, warned about, or refused."""
+    for path in paths(CONFIGS[name]):
+        for value in BAD:
+            raw = copy.deepcopy(CONFIGS[name])
+            table = raw
+            for key in path[:-1]:
+                table = table[key]
+            table[path[-1]] = value
+            try:
+                config = read(raw)
+            except (ConfigError, UnknownKeyWarning):
+                continue
+            except Exception as error:
+                pytest.fail(f"{'.'.join(path)} = {value!r}: {type(error).__name__}: {error}")
+            assert min(config.text.layers, config.text.heads) > 0
+
+
+NOT_BUILT = "which is not built"
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama2", {"num_hidden_layers": 2.5}, r"num_hidden_layers 2\.5; expected a positive whole number"),
+        ("llama2", {"num_key_value_heads": "two"}, "num_key_value_heads.*expected int, got str.*two"),
+        ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*factor"),
+        ("llama2", {"rope_parameters": {"rope_type": "spiral"}}, "rope type: got 'spiral'"),
+        ("qwen3", {"layer_types": ["full_attention", "conv", "full_attention"]}, r"layer_types: got \['conv'\]"),
+        ("gemma3_text", {"sliding_window": None}, "got no 'sliding_window'"),
+        ("gemma4_text", {"num_kv_shared_layers": 5}, "reads the KV of no layer below"),
+        # What is legal and not built.
+        ("llama2", {"is_causal": False}, f"is_causal False, {NOT_BUILT}; expected True"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, f"attn_logit_softcapping 50.0, {NOT_BUILT}"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "is_causal|use_bidirectional_attention: got 'all'"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"got mlp_only_layers \[1\].*expected experts in every layer"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
+        ("llava", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer: got \[-2, -5\]; expected one layer"),
+        ("llava", {"vision_config": {"model_type": "siglip_vision_model"}}, "got type 'siglip_vision_model'"),
+        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "'ministral3', whose queries are scaled"),
+        ("llava", {"projector_hidden_act": "mish"}, "projector_hidden_act: got 'mish'; expected one of"),
+        ("phi3_v", {"embd_layer": {"use_hd_transform": False}}, f"got embedding_cls None, {NOT_BUILT}"),
+        ("qwen2_5_vl", {"quantization_config": {"bits": 4}}, "quantization_config.*not built"),
+    ],
+)
+def test_what_is_wrong_or_not_built_is_refused_by_key_and_value(name, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read({**golden_config(name), **change})
+
+
+def test_a_mesh_refuses_layers_of_unlike_kinds():
+    mesh: Any = types.SimpleNamespace(axis_names=("tensor",), shape={"tensor": 1})
+    config = read(CONFIGS["gemma3_text"]).text
+    for call in (lambda: partition_specs(config, {}, mesh), lambda: cache_specs(config.layout, mesh)):
+        with pytest.raises(LayoutError, match="mesh: got a layout whose channel 'k' has layers of its own"):
+            call()
+
+
+# ---------------------------------------------------------------------------------------------------- unknown keys
+
+
+def warned_by(directory: Path, **options: Any) -> list[str]:
+    """What `load` warns of before it finds no weights."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with pytest.raises(WeightsError, match="safetensors"):
+            load(directory, **options)
+    assert all(warning.category is UnknownKeyWarning for warning in found)
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen2_5_vl"])
+def test_a_key_that_nothing_reads_is_warned_about_once_and_by_name(name, tmp_path):
+    raw = changed(name, unsloth_fixed=True, residual_multiplier=0.2, some_new_key=None, use_cache=False)
+    first, second = warned_by(written(tmp_path, {**raw, "unsloth_fixed": True}))
+    assert "config.json: got 'unsloth_fixed': True, which no class of transformers reads" in first
+    assert "got 'residual_multiplier': 0.2" in second
+
+
+@pytest.mark.parametrize("key", ["unsloth_fixed", "is_causal"])
+def test_a_key_to_ignore_is_read_as_if_it_were_not_there(key, tmp_path):
+    directory = written(tmp_path, changed("qwen2_5_vl", **{key: False if key == "is_causal" else 3}))
+    assert warned_by(directory, ignore=[key]) == []
+
+
+# -------------------------------------------------------------------------------------------------- what means the same
+
+
+def older_gemma3() -> dict[str, Any]:
+    raw = {key: value for key, value in golden_config("gemma3_text").items() if "rope" not in key}
+    del raw["layer_types"]
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    return raw | {
+        "rope_theta": 5e2,
+        "rope_local_base_freq": 3e1,
+        "rope_scaling": scaling,
+        "sliding_window_pattern": 2,
+    }
+
+
+def older_gemma4(name: str, **own: int) -> dict[str, Any]:
+    return {key: value for key, value in golden_config(name).items() if key != "per_layer_config"} | own
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        (older_gemma3(), "gemma3_text"),
+        (older_gemma4("gemma4_text", global_head_dim=24), "gemma4_text"),
+        (older_gemma4("gemma4_wide", global_head_dim=24, num_global_key_value_heads=1), "gemma4_wide"),
+    ],
+)
+def test_released_keys_mean_what_transformers_writes(older, newer):
+    assert read(older).text == read(golden_config(newer)).text
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen2_vl", "glm4v", "qwen3_vl", "llava", "kimi_vl", "gemma4", "qwen2_5_omni", "qwen3_omni"]
+)
+def test_released_files_mean_what_transformers_writes(name):
+    """Flat text fields, `rope_scaling`, `in_chans`, tower names of version 4."""
+    folder = GOLDENS / name
+    older, newer = (read(json.loads((folder / file).read_text())) for file in ("config_release.json", "config.json"))
+    for part in ("rope", "layers", "experts", "window"):
+        assert getattr(older.text, part) == getattr(newer.text, part), part
+    assert older.image_token == newer.image_token
+
+
+def test_windows_hold_where_the_class_has_them():
+    """Mistral slides over 4096 keys unless told otherwise; Qwen must be told to."""
+    raw = {key: value for key, value in golden_config("mistral").items() if key != "sliding_window"}
+    assert read(raw).text.window == 4096
+    assert read({**raw, "sliding_window": None}).text.window is None
+    qwen = changed("qwen2_5_vl", layer_types=None, sliding_window=8, use_sliding_window=False, max_window_layers=1)
+    assert read(qwen).text.window is None
+    qwen["text_config"]["use_sliding_window"] = True
+    assert (read(qwen).text.window, read(qwen).text.window_layers) == (8, (1, 2))
+
+
+# ------------------------------------------------------------------------------------------------------ dtypes, ties
+
+
+def dtyped(top: dict[str, str], text: dict[str, str]) -> str:
+    raw = copy.deepcopy(CONFIGS["internvl"])
+    for table, said in ((raw, top), (raw["text_config"], text)):
+        for key in ("dtype", "torch_dtype"):
+            table.pop(key, None)
+        table |= said
+    return read(raw).text.dtype
+
+
+@pytest.mark.parametrize("top", ["dtype", "torch_dtype"])
+def test_the_dtype_at_the_top_is_the_models(top):
+    """As transformers' `dtype="auto"`; the text part's holds where the top says nothing."""
+    assert dtyped({top: "bfloat16"}, {"dtype": "float32"}) == "bfloat16"
+    assert dtyped({top: "float32"}, {"torch_dtype": "bfloat16"}) == "float32"
+    assert dtyped({}, {top: "bfloat16"}) == "bfloat16"
+    assert dtyped({}, {}) == "float32"
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_where_the_top_says_no_dtype_the_weights_do(stored, tmp_path):
+    directory = write_checkpoint("qwen2_5_vl", tmp_path)
+    raw = json.loads((directory / "config.json").read_text())
+    for table in (raw, raw["text_config"], raw["vision_config"]):
+        table.pop("dtype", None)
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: value if "norm" in name else value.astype(jnp.dtype(stored)) for name, value in tensors.items()}
+    save_file(kept, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(raw))
+    assert load(directory).config.text.dtype == stored
+    assert load(directory, dtype="float32").config.text.dtype == "float32"

@@ -1,0 +1,226 @@
+"""A GGUF file loads as the directory it was converted from, value for value; a damaged one is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from kvpatch_jax.errors import ConfigError, WeightsError
+from kvpatch_jax.models import load, save
+from kvpatch_jax.models.checkpoints import GgufFile, flatten_params
+from tests.models.gguf_files import (
+    HEAD,
+    HEADS,
+    KV_HEADS,
+    WIDTH,
+    converted,
+    in_pairs,
+    metadata_of,
+    tiny_tensors,
+    write_gguf,
+)
+
+HF: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": HEAD,
+        "sliding_window": 24,
+        "rope_local_base_freq": 10000.0,
+    },
+}
+
+
+def write_directory(root: Path, architecture: str, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    root.mkdir(parents=True)
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": 40,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500.0,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+    }
+    (root / "config.json").write_text(json.dumps(HF[architecture] | sizes | config))
+    save_file(tensors, root / "model.safetensors")
+    return root
+
+
+def write_model(path: Path, architecture: str = "llama", **more: Any) -> Path:
+    return write_gguf(path, metadata_of(architecture, **more), converted(tiny_tensors(architecture), architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("llama", {}), ("llama", {"tied": True, "bias": True}), ("qwen2", {}), ("gemma3", {"tied": True})],
+)
+def test_a_file_loads_as_the_directory_it_was_converted_from(tmp_path, architecture, options):
+    tensors = tiny_tensors(architecture, **options)
+    more = {"attention__key_length": HEAD, "attention__value_length": HEAD, "rope__dimension_count": HEAD}
+    more |= {"attention__sliding_window": 24} if architecture == "gemma3" else {}
+    write_gguf(tmp_path / "model.gguf", metadata_of(architecture, **more), converted(tensors, architecture))
+    extra = {"attention_bias": True} if "bias" in options else {}
+    plain = load(write_directory(tmp_path / "plain", architecture, tensors, **extra))
+    expected = flatten_params(plain.parameters)
+    backbone = load(tmp_path / "model.gguf")
+    # As the file's name, as a directory with the file alone, and saved as a plain directory.
+    for same in (backbone, load(save(backbone, tmp_path / "saved"))):
+        assert same.config.text == plain.config.text
+        found = flatten_params(same.parameters)
+        assert found.keys() == expected.keys()
+        for path, value in expected.items():
+            # Gemma's norms are stored with 1 added, which rounds.
+            np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-6 if architecture == "gemma3" else 0)
+
+
+def test_a_directory_of_one_file_is_that_file(tmp_path):
+    write_model(tmp_path / "model.gguf")
+    assert load(tmp_path).config.text == load(tmp_path / "model.gguf").config.text
+    write_model(tmp_path / "other.gguf")
+    with pytest.raises(WeightsError, match=r"got 2 GGUF files \(model\.gguf, other\.gguf\); expected the name of one"):
+        load(tmp_path)
+
+
+@given(st.data())
+def test_any_region_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    root = tmp_path_factory.getbasetemp() / "regions"
+    architecture = data.draw(st.sampled_from(["llama", "qwen2"]))
+    path = root / f"{architecture}.gguf"
+    source = GgufFile(path if path.exists() else write_model(path, architecture))
+    tensors = tiny_tensors(architecture)
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    region = []
+    for size in tensors[name].shape:
+        start = data.draw(st.integers(0, size - 1))
+        region.append(slice(start, data.draw(st.integers(start + 1, size))))
+    assert np.array_equal(source.read(name, tuple(region)), tensors[name][tuple(region)])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_halves_are_read_exactly(tmp_path, dtype):
+    tensors = {name: value.astype(dtype) for name, value in tiny_tensors("llama").items()}
+    source = GgufFile(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), converted(tensors, "llama")))
+    assert all(np.array_equal(source.read(name), value.astype(np.float32)) for name, value in tensors.items())
+
+
+# ------------------------------------------------------------------------------------------------- ropes
+
+
+def test_factors_divide_the_frequencies(tmp_path):
+    factors = np.linspace(1, 8, HEAD // 2, dtype=np.float32)
+    metadata, tensors = metadata_of("llama"), converted(tiny_tensors("llama"), "llama")
+    more = tensors | {"rope_freqs.weight": factors}
+    rope = load(write_gguf(tmp_path / "factors.gguf", metadata, more)).layout.rope
+    plain = load(write_gguf(tmp_path / "plain.gguf", metadata, tensors)).layout.rope
+    assert np.allclose(rope.inverse_frequencies * factors, plain.inverse_frequencies, rtol=1e-6)
+    assert rope.attention_scaling == 1.0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "factor", "original"), [("qwen2", "yarn", 4.0, 16), ("llama", "linear", 2.0, None)]
+)
+def test_scaling_of_the_metadata(tmp_path, architecture, kind, factor, original):
+    more = {"rope__scaling__type": kind, "rope__scaling__factor": factor}
+    more |= {"rope__scaling__original_context_length": original} if original else {}
+    scaling = load(write_model(tmp_path / "m.gguf", architecture, **more)).layout.rope.scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor) == (kind, factor)
+    assert original in (None, scaling.original)
+
+
+# ------------------------------------------------------------------------------------------------- quantised types
+
+
+def q4_1(blocks: np.ndarray) -> np.ndarray:
+    """Two float16 (scale, smallest), then 16 bytes: value i in the low half of byte i, value i + 16 in the high one."""
+    out = np.zeros((len(blocks), 32), np.float32)
+    for number, block in enumerate(blocks):
+        scale, least = (np.float32(np.frombuffer(block[at : at + 2].tobytes(), np.float16)[0]) for at in (0, 2))
+        for place in range(16):
+            byte = int(block[4 + place])
+            out[number, place] = scale * np.float32(byte & 15) + least
+            out[number, place + 16] = scale * np.float32(byte >> 4) + least
+    return out
+
+
+def q8_0(blocks: np.ndarray) -> np.ndarray:
+    """A float16 scale, then 32 signed bytes."""
+    out = np.zeros((len(blocks), 32), np.float32)
+    for number, block in enumerate(blocks):
+        scale = np.float32(np.frombuffer(block[:2].tobytes(), np.float16)[0])
+        out[number] = scale * np.frombuffer(block[2:].tobytes(), np.int8).astype(np.float32)
+    return out
+
+
+@pytest.mark.parametrize(("kind", "size", "meant"), [(3, 20, q4_1), (8, 34, q8_0)])
+def test_quantised_types_by_loops_over_their_bits(tmp_path, kind, size, meant):
+    rng = np.random.default_rng(kind)
+    blocks = rng.integers(0, 256, (HEADS * HEAD, size), np.uint8)
+    blocks[:, :4] = rng.uniform(-1, 1, (len(blocks), 2)).astype(np.float16).view(np.uint8)[:, :4]
+    tensors: dict[str, Any] = converted(tiny_tensors("llama"), "llama")
+    tensors["blk.1.attn_q.weight"] = kind, (HEADS * HEAD, WIDTH), in_pairs(blocks, HEADS).tobytes()
+    path = write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors)
+    name, expected = "model.layers.1.self_attn.q_proj.weight", meant(blocks)
+    assert np.array_equal(GgufFile(path).read(name), expected)
+    assert np.array_equal(GgufFile(path).read(name, (slice(3, 9), slice(5, 30))), expected[3:9, 5:30])
+    half = load(path, dtype="bfloat16").parameters["decoder"]["layers"]["attention"]["query"]["kernel"]
+    assert np.array_equal(half[1], expected.T.astype(ml_dtypes.bfloat16))
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+TENSORS: dict[str, Any] = {
+    "blk.0.ffn_up.weight": np.ones((2, 2), np.float32),
+    "blk.0.attn_v.weight": (4096, (16, 32), b""),
+    "rope_freqs.weight": np.ones(3, np.float32),
+    "blk.1.ffn_norm.weight": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"general.architecture": "gemma2"}, "architecture 'gemma2'; expected one of llama, qwen2, gemma3"),
+        ({"split.count": 3}, "got one of 3 files"),
+        ({"llama.expert_count": 8}, r"got llama\.expert_count = 8, which this library does not know"),
+        ({"llama.block_count": 3}, r"no tensor 'model\.layers\.2\."),
+        ({"llama.embedding_length": 64}, r"embed_tokens\.weight' of shape \(40, 32\); expected \(40, 64\)"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope', which is not read"),
+        ("blk.0.ffn_up.weight", r"mlp\.up_proj\.weight' of shape \(2, 2\)"),
+        ("blk.0.attn_v.weight", "4096.* is not a valid GGMLQuantizationType"),
+        ("rope_freqs.weight", r"'rope_freqs\.weight' of shape \(3,\) .*expected 4"),
+        ("blk.1.ffn_norm.weight", r"no tensor 'model\.layers\.1\.post_attention_layernorm\.weight'"),
+    ],
+)
+def test_metadata_and_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, message):
+    metadata, tensors = metadata_of("llama"), converted(tiny_tensors("llama"), "llama")
+    if isinstance(change, dict):
+        metadata |= change
+    else:
+        tensors[change] = TENSORS[change]
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        load(write_gguf(tmp_path / "m.gguf", metadata, tensors))
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path):
+    whole = write_model(tmp_path / "whole.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in [*range(0, 4200, 397), *range(4200, len(whole) - 32, 19973)]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(WeightsError, match=r"cut\.gguf"):
+            GgufFile(cut)

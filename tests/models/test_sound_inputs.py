@@ -1,0 +1,304 @@
+"""Sounds have the samples of their files and transformers' features, and prompts with them transformers' tokens."""
+
+import functools
+import io
+import json
+import shutil
+import wave
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax import Audio, Video
+from kvpatch_jax.backbone import joined_tokens
+from kvpatch_jax.core import end_position
+from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.models import FAMILIES, load
+from kvpatch_jax.models.inputs.processors import Settings
+from kvpatch_jax.models.inputs.sounds import log_mel, read_sound, resampled, whisper_settings
+from tests.goldens.load import (
+    GOLDENS,
+    golden_arrays,
+    golden_chat,
+    golden_images,
+    write_chatting,
+)
+from tests.goldens.redraw import draw_frames, standard_values
+from tests.shared.tolerances import assert_close_to_largest
+
+close = functools.partial(assert_close_to_largest, bar=2e-5)
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+
+def whisper(**options):
+    sizes = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "chunk_length": 30}
+    return Settings.of(sizes | options, "audio")
+
+
+def wav(samples: np.ndarray, rate: int, width: int = 2) -> bytes:
+    """A WAV file of whole numbers [samples, channels] in `width` bytes."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(samples.shape[1])
+        out.setsampwidth(width)
+        out.setframerate(rate)
+        out.writeframes(
+            b"".join(int(value).to_bytes(width, "little", signed=width > 1) for value in samples.reshape(-1))
+        )
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_samples_of_a_wav_file(width):
+    """Both channels' mean, as fractions of the format's range."""
+    numbers = np.round(np.linspace(-0.9, 0.9, 40)[:, None] * 2 ** (8 * width - 1) * np.array([1, 0.5]))
+    expected = (numbers / 2 ** (8 * width - 1)).mean(axis=1)
+    found = read_sound(Audio(wav(numbers + (128 if width == 1 else 0), 16000, width)), 16000)
+    np.testing.assert_allclose(found, expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [999, 768_001])
+def test_a_rate_that_no_sound_has_is_refused_before_it_takes_room(rate):
+    """A header may say anything: at the largest rate 34 GB would be asked for, at the least 16 000 numbers a sample."""
+    content = bytearray(wav(np.zeros((400, 1)), 16000, 2))
+    content[24:28] = rate.to_bytes(4, "little")
+    with pytest.raises(InputError, match=rf"got {rate} samples per second; expected 1000 to 768000"):
+        read_sound(Audio(bytes(content)), 16000)
+
+
+def test_another_format_is_read_by_pyav():
+    import av
+
+    samples = (np.sin(np.arange(4096) / 20) * 20000).astype(np.int16)
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as container:
+        stream = container.add_stream("flac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    np.testing.assert_allclose(read_sound(Audio(file.getvalue()), 16000), samples / 2**15, atol=1e-7)
+    with pytest.raises(InputError, match="cannot be decoded"):
+        read_sound(Audio(b"no sound at all"), 16000)
+
+
+@pytest.mark.parametrize(("own", "rate"), [(44100, 16000), (8000, 16000), (16000, 24000), (16000, 16000)])
+def test_a_tone_keeps_its_frequency_at_another_rate(own, rate):
+    """Away from its ends, where there is silence beside it, a tone is that of the other rate to 1e-6."""
+    tone = lambda frequency, at: np.sin(2 * np.pi * frequency * np.arange(at) / at).astype(np.float32)
+    found = resampled(tone(440, own), own, rate)
+    assert found.shape == (rate,)
+    inner = slice(rate // 10, -rate // 10)
+    np.testing.assert_allclose(found[inner], tone(440, rate)[inner], atol=1e-5)
+    if rate < own:
+        assert np.abs(resampled(tone(9000, own), own, rate)[inner]).max() < 1e-3
+
+
+# ----------------------------------------------------------------------------------------------------------- features
+
+
+def sine(name, samples):
+    times = np.arange(samples) / 16000
+    noisy = 0.3 * np.sin(2 * np.pi * 440 * times) + 0.02 * standard_values(f"mel {name}", samples)
+    return (noisy * (times < 0.2)).astype(np.float32)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("samples", [4837, 3200])
+def test_log_mel_is_transformers(samples, padded):
+    """Within 2e-5 of values between −1 and 2: what its own transforms by NumPy and by PyTorch are apart."""
+    from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
+
+    how: dict[str, Any] = {"padding": "max_length"} if padded else {"padding": True, "truncation": False}
+    extractor, wave = WhisperFeatureExtractor(feature_size=128, chunk_length=2), sine("short", samples)
+    out = extractor(wave, sampling_rate=16000, return_attention_mask=True, return_tensors="np", **how)
+    expected = out["input_features"][0, :, : int(out["attention_mask"].sum())]
+    found = log_mel(wave, whisper(feature_size=128, chunk_length=2), padded)
+    assert found.dtype == np.float32
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 2e-5
+
+
+def waves():
+    """The golden's sounds, computed again."""
+    found = []
+    for number, seconds in enumerate((0.93, 0.31)):
+        size = int(seconds * 16000)
+        times = np.arange(size) / 16000
+        noise = standard_values(f"gemma4 sound {number}", size)
+        found.append((0.3 * np.sin(2 * np.pi * (300 + 900 * times) * times) + 0.05 * noise).astype(np.float32))
+    return found
+
+
+def test_sounds_become_transformers_features():
+    from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+
+    extractor = Gemma4AudioFeatureExtractor(feature_size=16, return_attention_mask=True)
+    gold = extractor(waves(), sampling_rate=16000, return_tensors="np")
+    audio: Any = FAMILIES["Gemma4ForConditionalGeneration"].audio
+    settings = audio.settings(GOLDENS / "gemma4")
+    found = audio.process([Audio(wave, rate=16000) for wave in waves()], settings)
+    np.testing.assert_array_equal(found["input_features_mask"], np.asarray(gold["input_features_mask"], bool))
+    assert found["input_features"].dtype == np.float32
+    assert np.abs(found["input_features"] - gold["input_features"]).max() <= 1e-5
+
+
+def test_sounds_that_have_no_features_are_refused(tmp_path):
+    for samples in (b"", np.full(500, np.nan, np.float32)):
+        with pytest.raises(InputError, match=r"cannot be decoded|not finite"):
+            read_sound(Audio(samples, None if isinstance(samples, bytes) else 16000), 16000)
+    with pytest.raises(InputError, match="expected more than 200"):
+        log_mel(np.zeros(200, np.float32), whisper(), padded=False)
+    assert log_mel(np.zeros(200, np.float32), whisper(), padded=True).shape == (80, 2)
+    for options, message in (({"dither": 0.1}, r"dither: got 0\.1"), ({"hop_length": 0}, "hop_length: got 0")):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(options))
+        with pytest.raises(ConfigError, match=message):
+            whisper_settings(tmp_path)
+
+
+def test_audio_beyond_the_settings_length_is_cut():
+    config = whisper(feature_size=20, chunk_length=1)
+    samples = sine("long", 20000) + np.float32(0.01)
+    assert log_mel(samples, config, padded=True).shape == (20, 100)
+    assert log_mel(samples, config, padded=False).shape == (20, 125)
+
+
+@pytest.mark.nightly
+def test_a_sound_is_heard_as_if_it_were_alone(golden):
+    """Beside a longer one too: transformers pads both to one length, which shows in the last token of Qwen3-Omni's."""
+    backbone, _, inputs, _ = given = golden("qwen3_omni", "audio")
+    mel, frames = inputs["input_features"], inputs["input_features"].shape[2]
+    alone = backbone.encode(given.ids, **inputs)[0]
+    longer = np.concatenate(
+        [np.pad(mel, ((0, 0), (0, 0), (0, 150))), np.ones((1, mel.shape[1], frames + 150), np.float32)]
+    )
+    mask = np.arange(frames + 150) < np.array([[frames], [frames + 150]])
+    more = np.full((1, backbone.config.audio.tokens(frames + 150)), 305, np.int32)
+    ids = np.concatenate([given.ids, more], axis=1)
+    both = backbone.encode(ids, input_features=longer, feature_attention_mask=mask.astype(np.int32))[0]
+    close(both[: len(alone)], alone, "beside another")
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+
+def test_prompts_that_do_not_fit_are_refused(golden):
+    backbone, _, inputs, _ = given = golden("qwen3_omni", "mixed")
+    joint, sounds = golden("qwen3_omni", "video_with_audio"), np.flatnonzero(given.ids[0] == 305)
+    mel = inputs["input_features"]
+    silent = {"input_features": mel[:1], "feature_attention_mask": np.zeros((1, 121), np.int32)}
+    timeless = {name: value for name, value in inputs.items() if name != "second_per_grid_ts"}
+    # A sound behind the video's frames instead of among them.
+    late = joint.ids.copy()
+    late[0, np.flatnonzero(late[0] == 305)[0]] = 302
+    for ids, arrays, message in (
+        (np.delete(given.ids, sounds[0], axis=1), inputs, "audio placeholders; expected"),
+        (given.ids, inputs | {"input_features": mel[:, :8]}, "expected .sounds, 16, frames"),
+        (given.ids, timeless, "second_per_grid_ts: got 0 values"),
+        (given.ids[:, :2], silent, "expected enough for one token"),
+        (late, joint.inputs, "placeholders"),
+    ):
+        with pytest.raises(InputError, match=message):
+            backbone.embed(ids, **arrays)
+
+
+@pytest.mark.nightly
+def test_a_session_of_videos_and_sounds_is_one_prefill(tiny):
+    """Its chunks start at whole positions, the next one behind where a video ends between two."""
+    backbone = tiny("qwen3_omni")
+    frames = np.random.default_rng(1).integers(0, 256, (6, 16, 24, 3), np.uint8)
+    items = [[5, 6, 7], Video(frames, rate=3.0), Audio(sine("tone", 12000), 16000)]
+    with kvp.Session(backbone) as session:
+        for item in items:
+            session.add(item)
+        answer = tuple(session.ask([9, 10, 11], steps=6).ids)
+
+    parts, start = [], 0
+    for item in [*items, [9, 10, 11]]:
+        tokens = backbone.embed(**backbone.prepare([item]))
+        parts.append(tokens.shift(start))
+        start += int(np.floor(end_position(np.asarray(tokens.positions))[0])) + 1
+    assert (np.asarray(parts[1].positions) % 1 != 0).any()
+    assert answer == tuple(np.asarray(backbone.generate(joined_tokens(parts), 6))[0].tolist())
+
+
+def test_starts_between_positions(tiny):
+    """The fraction goes to the local positions, the canonical stays as it is; what is no number is refused."""
+    chunk = kvp.make_chunk(tiny("qwen3_omni"), [[5, 6, 7]])
+    placed = kvp.Placed(chunk, start=2.75)
+    assert np.asarray(placed.start).tolist() == [2, 2, 2]
+    assert np.asarray(placed.chunk.local)[:, 0].tolist() == [0.75, 1.75, 2.75]
+    assert placed.chunk.span == 3
+    assert np.asarray(chunk.local)[:, 0].tolist() == [0, 1, 2]
+    with pytest.raises(InputError, match="start nan"):
+        kvp.Placed(chunk, start=float("nan"))
+
+
+def conversation(family, tmp_path):
+    """The tiny checkpoint with the golden's tokenizer and template, and its messages with what they show."""
+    gold, folder = golden_arrays(family, "chat"), GOLDENS / family
+    directory = write_chatting(family, tmp_path)
+    shutil.copy(folder / "video_preprocessor_config.json", directory)
+    hum = (0.2 * np.sin(2 * np.pi * 500 * np.arange(23200) / 16000)).astype(np.float32)
+    film = Video(GOLDENS / "omni.mkv", sound=True)
+    shown = {"image": gold["image"], "video": film, "audio": Audio(hum, 16000)}
+    fill = lambda part: part | {part["type"]: shown[part["type"]]} if part["type"] in shown else part
+    said = golden_chat(family)
+    messages = [message | {"content": [fill(part) for part in message["content"]]} for message in said["messages"]]
+    return load(directory, angles="float32"), messages, gold, said["text"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_omni", pytest.param("qwen2_5_omni", marks=pytest.mark.nightly)])
+def test_a_conversation_with_everything_is_transformers(family, tmp_path):
+    """The rendered text, the ids with sound among frames, pixels and positions equal; log-mel features within 2e-5."""
+    backbone, messages, gold, text = conversation(family, tmp_path)
+    assert backbone.chat_template is not None
+    assert backbone.chat_template.render(messages) == text
+    prompt = backbone.chat(messages)
+    for name in ("input_ids", "position_ids"):
+        assert np.array_equal(prompt[name][0], gold[name]), name
+    for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "feature_attention_mask"):
+        assert np.array_equal(prompt[name], gold[name]), name
+    heard = gold["feature_attention_mask"][:, None].astype(bool)
+    assert np.abs((prompt["input_features"] - gold["input_features"]) * heard).max() <= 2e-5
+    assert np.array_equal(prompt["second_per_grid_ts"].astype(np.float32), gold["second_per_grid_ts"])
+
+    silent = backbone.prepare([Video(GOLDENS / "omni.mkv")])
+    assert set(np.unique(silent["input_ids"])) == {302, 303, 304}
+    assert "input_features" not in silent
+    assert np.array_equal(silent["pixel_values_videos"], gold["pixel_values_videos"])
+
+
+@pytest.mark.nightly
+def test_a_videos_sound_counts_for_the_identity_of_its_chunk(tmp_path):
+    backbone = conversation("qwen3_omni", tmp_path)[0]
+    items = [[Video(GOLDENS / "omni.mkv", sound=sound)] for sound in (False, True)]
+    silent, heard = (kvp.make_chunk(backbone, item) for item in items)
+    assert silent.id != heard.id
+    assert heard.length > silent.length
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory):
+    return load(write_chatting("gemma4", tmp_path_factory.mktemp("small")), angles="float32")
+
+
+def test_a_prompt_of_all_media_is_the_processors(gemma4):
+    said = json.loads((GOLDENS / "gemma4" / "media.json").read_text())
+    image, (_, wave) = golden_images("gemma4", "one_image")[0], waves()
+    video, sound = Video(draw_frames("gemma4 video", 7, 24, 40), rate=0.1, frames=2), Audio(wave, rate=16000)
+    prompt = gemma4.prepare(["Hear ", sound, " and see ", video, " and ", image, " now"])
+    assert prompt["input_ids"][0].tolist() == said["input_ids"]
+
+    # In a chat what the template writes once becomes the processor's runs.
+    template = (
+        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+        "{{ part['text'] }}{% else %}<|{{ part['type'] }}|>{% endif %}{% endfor %}{% endfor %}"
+    )
+    object.__setattr__(gemma4.chat_template, "source", template)
+    content = [{"type": "audio", "audio": sound}, {"type": "video", "video": video}, {"type": "text", "text": "?"}]
+    prompt = gemma4.chat([{"role": "user", "content": content}])
+    np.testing.assert_array_equal(prompt["input_ids"], gemma4.prepare([sound, video, "?"])["input_ids"])

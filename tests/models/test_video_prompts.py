@@ -1,0 +1,304 @@
+"""Videos in prompts, sessions and batches have the tokens, pixels, times and positions that transformers gives them.
+
+The goldens are of conversations with two videos and (but for SmolVLM) an image between them. transformers 5.23 leaves
+the start and end that Qwen3-VL's template writes around a video's frames, which its authors' processor (and
+transformers before 5) takes out, as ours does; so these two are taken out of the golden's tokens.
+"""
+
+import functools
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax import Audio, Video
+from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE
+from kvpatch_jax.models.inputs.videos import kimi_time, number_words
+from kvpatch_jax.window import Entry
+from tests.goldens.load import GOLDENS, golden_chat, write_chatting, write_checkpoint
+from tests.goldens.redraw import draw_frames
+from tests.models.glm_settings import GLM_FRAMES, KINDS, SETTINGS, VIDEO_FILE, glm_settings
+from tests.shared.tolerances import assert_close_to_largest
+
+close = functools.partial(assert_close_to_largest, bar=2e-4)
+
+
+NAMES = ["qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "kimi_vl"]
+EVEN = ("smolvlm", "internvl")
+"""Families of whose goldens both videos have four frames."""
+START, END, IMAGE, VIDEO = 303, 304, 301, 302
+
+
+FRAMES = draw_frames("first", 6, 22, 41)
+PICTURE = draw_frames("image", 1, 20, 41)[0]
+
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """`checkpoint(family)`: the tiny checkpoint with the golden's tokenizer and template, kept for the module."""
+    return functools.cache(lambda family: write_chatting(family, tmp_path_factory.mktemp(family), videos=True))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    """`loaded(family, **options)`: its backbone, kept for the module."""
+    return functools.cache(lambda family, **options: load(checkpoint(family), **options))
+
+
+def videos_of(family: str) -> list[Video]:
+    """The golden's videos: frames that are given with their rate, of the second every other one."""
+    first, second = draw_frames("first", 5, 22, 41), draw_frames("second", 8, 33, 18)
+    if family in EVEN:
+        times = np.arange(4)
+        return [Video(first[:4], timestamps=times / 2.5), Video(second[:4], timestamps=times / 4)]
+    return [Video(first, rate=2.5), Video(second[::2], rate=2.0)]
+
+
+def messages(family: str) -> list[dict]:
+    videos = iter(videos_of(family))
+    shown = {"video": lambda: {"video": next(videos)}, "image": lambda: {"image": PICTURE}, "text": dict}
+    filled = lambda message: [part | shown[part["type"]]() for part in message["content"]]
+    return [message | {"content": filled(message)} for message in golden_chat(family, videos=True)["messages"]]
+
+
+def expected_ids(family: str) -> list[int]:
+    """The golden's ids; of Qwen3-VL without the start and end around all frames of a video."""
+    ids = golden_chat(family, videos=True)["input_ids"]
+    if family != "qwen3_vl":
+        return ids
+    around = lambda n: (ids[n] == START and ids[n + 1] not in (IMAGE, VIDEO)) or ids[n] == ids[n - 1] == END
+    return [token for place, token in enumerate(ids) if not around(place)]
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_conversation_with_videos_equals_transformers(loaded, family):
+    """Token ids, pixels bit for bit, grids and seconds; images and videos in one prompt."""
+    backbone, gold = loaded(family), golden_chat(family, videos=True)
+    prompt = backbone.chat(messages(family))
+    assert prompt["input_ids"][0].tolist() == expected_ids(family)
+    for name, (shape, wanted) in gold["pixels"].items():
+        assert prompt[name].size == np.prod(shape)
+        # transformers has no Pillow processor for Kimi's images; torchvision's normalises in other steps than ours.
+        assert digest(prompt[name]) == wanted or (family, name) == ("kimi_vl", "pixel_values"), name
+    for name in ("video_grid_thw", "image_grid_thw", "second_per_grid_ts", "num_chunks_per_video"):
+        if name in gold:
+            assert prompt[name].tolist() == gold[name], name
+
+
+def test_kimis_videos_are_computed_as_transformers_does(loaded):
+    """`test_parity.py` has the videos of the families with M-RoPE; tiles of others are as those of images."""
+    backbone = loaded("kimi_vl", angles="float32")
+    with np.load(GOLDENS / "videos" / "kimi_vl.npz") as gold:
+        tokens, rows = backbone.embed(**backbone.chat(messages("kimi_vl"))), gold["rows"]
+        close(tokens.embeddings[0, rows], gold["inputs_embeds"], "embeddings")
+        close(backbone.prefill(tokens, logits="all").logits[0, rows], gold["logits"], "logits")
+
+
+def test_the_video_rule_is_part_of_the_fingerprint_and_of_qwen2_5_vl_alone(loaded):
+    own, other = (loaded("qwen2_5_vl", video_rule=rule).fingerprint for rule in ("max", "hf5"))
+    assert own == loaded("qwen2_5_vl").fingerprint != other
+    with pytest.raises(ConfigError, match="video_rule 'max' for Qwen3VLForConditionalGeneration"):
+        loaded("qwen3_vl", video_rule="max")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", NAMES)
+def test_images_and_videos_may_stand_in_any_order(loaded, family):
+    """Features in the order of the placeholders: each as of its own prompt, whatever stands beside it."""
+    backbone = loaded(family)
+    first, second = videos_of(family)
+    items = [PICTURE, first, PICTURE[:, ::-1], second]
+    items = items if family != "qwen2_5_vl" else [first, PICTURE, second, PICTURE]
+    pads = [backbone.config.image_token, getattr(backbone.config, "video_token", None)]
+
+    def features(parts):
+        prompt = backbone.prepare(parts)
+        embeddings = np.asarray(backbone.embed(**prompt).embeddings[0])
+        return embeddings[np.isin(prompt["input_ids"][0], [pad for pad in pads if pad is not None])]
+
+    close(features([items[0], [7, 8], *items[1:]]), np.concatenate([features([item]) for item in items]), family)
+
+
+# ------------------------------------------------------------------------------------------------ GLM-4V and Qwen2-VL
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory):
+    """`glm(kind)`: the tiny GLM-4V with the golden's tokenizer and template, and a video processor of either kind."""
+
+    @functools.cache
+    def make(kind):
+        directory = write_chatting("glm4v", tmp_path_factory.mktemp("glm"))
+        glm_settings(directory, kind)
+        template, image = golden_chat("glm4v")["template"], "{%- if part['type'] == 'image'"
+        video = "{%- if part['type'] == 'video' %}<|begin_of_video|><|video|><|end_of_video|>{% elif "
+        assert image in template
+        (directory / TEMPLATE_FILE).write_text(template.replace(image, f"{video}part['type'] == 'image'"))
+        return load(directory)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_glms_prompt_says_the_times_as_transformers_does(glm, kind):
+    backbone, video = glm(kind), Video(GLM_FRAMES["frames"], rate=1.5)
+    expected = f"<|begin_of_video|>{GLM_FRAMES[f'text.{kind}']}<|end_of_video|>"
+    prompt = backbone.prepare([[5, 6], video, [7]])
+    assert backbone.text(prompt["input_ids"][0, 2:-1]) == expected
+    messages = [{"role": "user", "content": [{"type": "video", "video": video}, {"type": "text", "text": "When?"}]}]
+    assert expected in backbone.text(backbone.chat(messages)["input_ids"][0])
+
+
+def test_glms_one_placeholder_is_of_one_kind(glm):
+    backbone, ids, grid = glm("old"), np.array([301] * 8, np.int32), np.array([[1, 4, 4]], np.int32)
+    with pytest.raises(InputError, match="got both for GLM-4V, which has one placeholder"):
+        backbone.family.positions(backbone.config, ids, {"image_grid_thw": grid, "video_grid_thw": grid})
+
+
+def test_qwen2_vls_time_axis_counts_temporal_patches(tmp_path):
+    """Whatever the rate: two frames a position. The text behind follows the largest axis, or height and width alone."""
+    directory = write_checkpoint("qwen2_vl", tmp_path)
+    (directory / VIDEO_FILE).write_text(json.dumps(SETTINGS | {"size": {"shortest_edge": 64, "longest_edge": 4096}}))
+    video = Video(GLM_FRAMES["frames"][:, :16, :8].repeat(2, axis=0), rate=0.25)
+    for rule, after in {"max": 7, "hf5": 4}.items():
+        prompt = load(directory, video_rule=rule).prepare([[5], video, [7]])  # pyright: ignore[reportArgumentType]
+        assert prompt["video_grid_thw"].tolist() == [[5, 4, 2]]
+        time, height, width = prompt["position_ids"][0].T.tolist()
+        assert time[:-2] == [0, 1, *np.arange(2, 7).repeat(2)]
+        assert height[2:-2] == [2, 3] * 5
+        assert width[2:-2] == [2] * 10
+        assert time[-2:] == [after, after + 1]
+
+
+# ------------------------------------------------------------------------------------------------------ in a prompt
+
+
+@pytest.mark.parametrize("times", [{"rate": 1e-300}, {"timestamps": [0, 1e12, 2e12, 3e12]}])
+def test_times_that_are_no_positions_are_refused(loaded, times):
+    """As int32 they would have come out as any number."""
+    backbone, frames = loaded("qwen2_5_vl"), draw_frames("far", 4, 32, 32)
+    with pytest.raises(InputError, match="expected positions below 1073741824"):
+        backbone.prepare([Video(frames, **times)])
+
+
+def test_texts_of_times_and_numbers():
+    assert [number_words(number) for number in (0, 13, 20, 64, 100, 101, 120, 999)] == [
+        *("zero", "thirteen", "twenty", "sixty-four", "one hundred", "one hundred and one"),
+        *("one hundred and twenty", "nine hundred and ninety-nine"),
+    ]
+    with pytest.raises(InputError, match="1000 frames"):
+        number_words(1000)
+    assert kimi_time(3661.9996) == "01:01:01.999"
+    assert kimi_time(0.5) == "00:00:00.500"
+
+
+@pytest.mark.parametrize("rule", ["max", pytest.param("hf5", marks=pytest.mark.nightly)])
+def test_chunks_of_a_clip_have_the_positions_of_the_whole(loaded, rule):
+    """A text, a clip and a text against positions by hand, by either rule; the clip's chunk against the whole."""
+    backbone = loaded("qwen2_5_vl", video_rule=rule)
+    video = Video(draw_frames("first", 6, 22, 41), rate=1.0)
+    whole = backbone.prepare([[5, 6, 7], video, [8, 9]])
+    expected = whole["position_ids"][0]
+    # By hand: 3 texts, a start at 3, then time 4 + trunc(2 · 2 · i), rows and columns from 4; the text goes on behind
+    # the time axis (13), or behind the wider side (4 + 5).
+    times, (rows, columns) = np.arange(3) * 4, np.mgrid[:3, :5]
+    clip = np.concatenate([np.stack([np.full((3, 5), 4 + t), 4 + rows, 4 + columns], -1).reshape(-1, 3) for t in times])
+    goes_on = 13 if rule == "max" else 9
+    by_hand = [*([n] * 3 for n in range(4)), *clip.tolist(), *([goes_on + n] * 3 for n in range(3))]
+    assert expected.tolist() == by_hand
+
+    # A chunk counts from its own start; its span is where text behind it goes on.
+    chunk = kvp.make_chunk(backbone, [video])
+    assert np.array_equal(chunk.local, expected[3:-2] - 3)
+    assert chunk.span == expected[-2, 0] - 3
+    tokens = backbone.embed(**backbone.prepare([video]))
+    assert Entry.of_tokens("clip", tokens, kind="chunk").span == chunk.span
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", ["max", "hf5"])
+def test_an_answer_goes_on_behind_a_video(loaded, rule):
+    """The first token that is made stands where a text would, by either rule: as of the prompt with that token."""
+    backbone = loaded("qwen2_5_vl", video_rule=rule)
+    prompt = backbone.prepare([Video(draw_frames("first", 6, 22, 41), rate=1.0)])
+    made = np.asarray(backbone.generate(backbone.embed(**prompt), 3, stop=()))[0].tolist()
+    longer = backbone.prepare([Video(draw_frames("first", 6, 22, 41), rate=1.0), made[:2]])
+    logits = backbone.prefill(backbone.embed(**longer), logits="all").logits[0, -3:]
+    assert np.argmax(logits, axis=-1).tolist() == made
+
+
+def test_families_without_a_rule_say_what_to_give_instead(tmp_path):
+    backbone = load(write_checkpoint("llava", tmp_path))
+    with pytest.raises(InputError, match=r"which takes none; expected its frames as images"):
+        backbone.prepare([Video(draw_frames("film", 2, 16, 16), rate=2.0)])
+
+
+# -------------------------------------------------------------------------------------------- in sessions and batches
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("family", "rule"), [("qwen2_5_vl", "hf5"), *((name, None) for name in NAMES)])
+def test_a_session_lays_videos_out_as_the_whole_prompt_does(loaded, family, rule, tmp_path):
+    """A session of a lone video answers as the whole prompt; places behind a video and an image are the prompt's."""
+    backbone, video = loaded(family, video_rule=rule), Video(FRAMES, rate=2.0)
+    lone, session = kvp.Session(backbone, chat=False), kvp.Session(backbone, chat=False)
+    lone.add(video)
+    prompt = backbone.prepare([video, "What?"])
+    expected = np.asarray(backbone.generate(backbone.embed(**prompt), 6))[0].tolist()
+    assert list(lone.ask("What?", steps=6).ids) == expected
+
+    session.add(video)
+    session.add(PICTURE)
+    entries = [piece.entry for piece in session.window.pieces]
+    assert [entry.modality for entry in entries] == ["video", "image"]
+    whole = backbone.prepare([video, PICTURE, [5, 6]])
+    start = np.asarray(whole["position_ids"][0])[-2:].min()
+    assert sum(entry.tokens for entry in entries) == whole["input_ids"].shape[1] - 2
+    assert session.window.next_start == sum(entry.span for entry in entries) == start
+
+    session.save(tmp_path / "session")
+    again = kvp.Session.restore(tmp_path / "session", backbone)
+    assert again.ask("What?", steps=6).ids == session.ask("What?", steps=6).ids
+    assert [piece.entry for piece in again.window.pieces] == entries
+
+
+def test_a_session_knows_a_video_by_its_content(loaded):
+    session = kvp.Session(loaded("qwen2_5_vl"), chat=False)
+    first = session.add(Video(FRAMES, rate=2))
+    assert session.add(Video(FRAMES.copy(), rate=2.0)) == f"{first}#2"
+    assert not session.add(Video(FRAMES, rate=1)).startswith(first)
+    large = np.broadcast_to(np.zeros(1, np.uint8), (2, 4096, 4096, 3))
+    with pytest.raises(InputError, match="got 100663296 bytes; expected at most 67108864"):
+        session.add(Video(large, rate=2))
+    with pytest.raises(InputError, match="audios: got some for Qwen2_5_VLForConditionalGeneration, which takes none"):
+        session.add(Audio(np.zeros(9, np.float32), 16000))
+    assert len(session.ids) == 3
+
+
+@pytest.mark.nightly
+def test_a_batch_names_videos_in_json(loaded, tmp_path):
+    """A folder of frames with their rate has the answer of the frames themselves."""
+    from PIL import Image
+
+    (tmp_path / "clip").mkdir()
+    for number, frame in enumerate(FRAMES):
+        Image.fromarray(frame).save(tmp_path / "clip" / f"{number}.png")
+    clip = {"video": str(tmp_path / "clip"), "rate": 2}
+    fronts = [clip, Video(FRAMES, rate=2.0), {**clip, "speed": 2}, {"video": str(tmp_path / "missing.mp4")}]
+    lines = [{"front": [front], "question": "What?", "steps": 5} for front in fronts]
+    kvp.answer_batch(loaded("qwen2_5_vl"), None, lines, out=tmp_path / "answers.jsonl")
+    first, second, third, fourth = kvp.batch.read_answers(tmp_path / "answers.jsonl")
+    assert first["ids"] == second["ids"]
+    assert "with the fields ['rate', 'speed', 'video']; expected" in third["message"]
+    assert "no readable file" in fourth["message"]
