@@ -182,7 +182,7 @@ class Camera:
 
     def __init__(self, name: str):
         self.backbone, self.store = backbone_of(name), MemoryStore()
-        self.executor = Executor(self.backbone, 64, 8, jnp.float32, store=self.store)
+        self.executor = Executor(self.backbone, 96, 8, jnp.float32, store=self.store)
         self.former = PatchFormer(self.backbone, self.store, 4)
         self.former.watch(self.executor)
         self.window = Window.empty(self.backbone)
