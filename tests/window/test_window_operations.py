@@ -32,6 +32,20 @@ def test_random_programs_are_labelled_as_their_terms_say(unchecked, seeds: range
     assert min(labels[label] for label in ("exact", "survivor", "approximate")) > 2_400, labels
 
 
+def test_a_prefill_behind_an_approximate_piece_is_approximate_where_the_window_promises_that_piece():
+    """In a window that forgets, a stored prefill may be as promised and have seen another KV than what is in front."""
+    chunks = {name: Entry(name, f"content {name}", 5, 5) for name in "ABCDE"}
+    other = Window.empty(FINGERPRINT).append(chunks["A"]).append(chunks["C"]).append(chunks["D"])
+    window = Window.empty(FINGERPRINT, promise="forget")
+    for name in "ABC":
+        window = window.append(chunks[name])
+    window = window.evict("B").append(chunks["D"], Service("restored", stored=other.piece("D").made))
+    assert [window.fidelity(id) for id in window.ids] == ["exact", "survivor", "approximate"]
+    assert not window.standing("D").ways
+    window = window.append(chunks["E"]).evict("C")
+    assert window.fidelity("E") == "approximate"
+
+
 def test_an_arrangement_is_what_single_operations_come_to():
     window = window_of(*"ABCD", free="BCD").evict("A")
     entries = [chunk("D", free=True), chunk("A"), chunk("X"), chunk("B", free=True)]
@@ -128,6 +142,11 @@ def test_a_patch_serves_behind_the_very_kv_that_it_was_formed_behind():
         with pytest.raises(StalePatchError, match="patch of chunk 'N': got one formed behind"):
             place.append(chunk("N"), patched(blind))
         assert place.append(chunk("N"), patched(blind, stale=True)).standing("N").ways == (("", 0),)
+    # Its bound holds behind all that is promised; a window that forgets does not promise what the patch has seen.
+    for promise, ways in (("remember", (("stored", 8),)), ("forget", (("", 0),))):
+        place = window_of(*"AB", promise=promise)
+        left = place.append(chunk("N"), patched(note_of(place, "N"))).evict("A")
+        assert left.standing("N").ways == ways
     for wrong in (note_of(window, "M"), note_of(window, "N", content="another")):
         with pytest.raises(PatchMismatchError, match=r"patch of chunk 'N'.*expected 'content of N'"):
             window.append(chunk("N"), patched(wrong, stale=True))
