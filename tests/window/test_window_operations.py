@@ -11,7 +11,7 @@ from window_cases import FINGERPRINT, chunk, note_of, patched, text, window_of
 from window_programs import Pair
 
 from kvpatch_jax.errors import InputError, PatchMismatchError, SessionError, StalePatchError
-from kvpatch_jax.window import BARE, KEEP, LIMIT, PREFILL, Service, Window
+from kvpatch_jax.window import BARE, KEEP, LIMIT, PREFILL, Entry, Service, Window
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_patch_serves_behind_the_very_kv_that_it_was_formed_behind():
     # Its bound holds behind all that is promised; a window that forgets does not promise what the patch has seen.
     for promise, ways in (("remember", (("stored", 8),)), ("forget", (("", 0),))):
         place = window_of(*"AB", promise=promise)
-        left = place.append(chunk("N"), patched(note_of(place, "N"))).evict("A")
+        left = place.append(chunk("N"), patched(note_of(place, "N"))).evict("B")
         assert left.standing("N").ways == ways
     for wrong in (note_of(window, "M"), note_of(window, "N", content="another")):
         with pytest.raises(PatchMismatchError, match=r"patch of chunk 'N'.*expected 'content of N'"):
