@@ -174,17 +174,6 @@ def formed_behind_another_patch() -> Window:
     return window.evict("c1")
 
 
-RUN_AGAIN, TWO_PATCHES = "leading prefill prefill", formed_behind_another_patch()
-TWO, PATCH = window_of(A, B), window_of(A, B, C)
-BEHIND = window_of(A, B, C, D)
-UNSEEN = filled(3).insert(entry(7), "c1").append(entry(3)).append(entry(4)).evict("c7", "c2", "c1")
-FRONT = filled(2, lead=0).serve({"c1": BARE}).evict("c0")
-CHANGED = filled(4).evict("c1").serve({"c2": Service("patch", note(entry(2), [entry(0)]), allow_stale=True)})
-SURVIVORS = filled(3, promise="forget").evict("c1").append(entry(3)).append(entry(4)).evict("c3")
-RESTORED = filled(1, lead=0).serve({"c0": BARE}).append(entry(1)).append(entry(2)).evict("c1")
-THREE = [entry(0), entry(2), entry(3)]
-
-
 class Scene(NamedTuple):
     """A window, the entries of its next plan, and the points and the bound that the plan has."""
 
@@ -198,56 +187,69 @@ class Scene(NamedTuple):
     beyond: str | None = None
 
 
-SCENES = {
-    "nothing uncertified is asked for": Scene(TWO, ENTRIES[:4], Goal(), None, "leading leading prefill prefill", 0.0),
-    "patched": Scene(TWO, ENTRIES[:4], PATCHED, None, "leading leading stored prefill", None),
-    "certified": Scene(TWO, ENTRIES[:4], within(0.3), GROWING, "leading leading stored prefill", 0.3),
-    # One is prefilled behind it.
-    "beyond the goal": Scene(TWO, ENTRIES[:4], within(0.25), GROWING, "leading leading prefill prefill", 0.0),
-    "a patch stays": Scene(PATCH, [A, B, C], within(0.5), SIGNED, "leading leading stored", 0.2),
-    # Nothing says how far a patch is off behind another chunk.
-    "stale": Scene(PATCH, [A, B, D, C], within(0.5), SIGNED, "leading leading prefill prefill", 0.0),
-    "the patch has left": Scene(BEHIND, [A, B, D], within(0.5), SIGNED, "leading leading kept", 0.2),
-    "a patch fits again": Scene(turned(), [B, A, C], within(0.3), SIGNED, "leading leading orbit", 0.3, ORBIT),
-    "unseen": Scene(UNSEEN, entries_of(UNSEEN), Goal(), None, RUN_AGAIN, 0.0),
-    "unseen, kept": Scene(UNSEEN, entries_of(UNSEEN), PATCHED, None, "leading kept kept", None),
-    "first, exactly": Scene(FRONT, entries_of(FRONT), Goal(), None, "prefill", 0.0, Fronts(entry(1))),
-    "first, blind": Scene(FRONT, entries_of(FRONT), BLIND, None, "bare", None, Fronts(entry(1))),
-    # The piece in front of a survivor is approximate: what the window remembers bounds it.
-    "restored": Scene(RESTORED, THREE, within(0.3), REMEMBERED, "bare kept restored", 0.3, Restoring()),
-    # What c3 has seen remembered a chunk that has left, and does not any more.
-    "changed in front": Scene(CHANGED, entries_of(CHANGED), Goal(), None, RUN_AGAIN, 0.0),
-    "survivors": Scene(SURVIVORS, entries_of(SURVIVORS), within(0.4), SLID_LESS, "leading survivor survivor", 0.4),
-    "formed behind another": Scene(TWO_PATCHES, THREE, within(0.5), BY_RANK, "leading stored prefill", 0.5),
-}
-PROMISES: tuple[tuple[Promise, float], ...] = (("remember", 0.2), ("forget", 0.0))
-for promise, kl in PROMISES:
-    window = window_of(A, B, C, stock=SECOND, promise=promise)
-    for entries, served, bound in (
-        ([A, B, C], "leading stored kept", 0.2),
-        ([A, B, D, C], "leading stored prefill prefill", 0.2),
-        ([A, C], "leading kept" if kl else "leading prefill", kl),
+def scenes() -> dict[str, Scene]:
+    run_again, patches = "leading prefill prefill", formed_behind_another_patch()
+    pair, patch = window_of(A, B), window_of(A, B, C)
+    behind = window_of(A, B, C, D)
+    unseen = filled(3).insert(entry(7), "c1").append(entry(3)).append(entry(4)).evict("c7", "c2", "c1")
+    front = filled(2, lead=0).serve({"c1": BARE}).evict("c0")
+    changed = filled(4).evict("c1").serve({"c2": Service("patch", note(entry(2), [entry(0)]), allow_stale=True)})
+    survivors = filled(3, promise="forget").evict("c1").append(entry(3)).append(entry(4)).evict("c3")
+    restored = filled(1, lead=0).serve({"c0": BARE}).append(entry(1)).append(entry(2)).evict("c1")
+    rest = [entry(0), entry(2), entry(3)]
+    table = {
+        "nothing uncertified is asked for": Scene(
+            pair, ENTRIES[:4], Goal(), None, "leading leading prefill prefill", 0.0
+        ),
+        "patched": Scene(pair, ENTRIES[:4], PATCHED, None, "leading leading stored prefill", None),
+        "certified": Scene(pair, ENTRIES[:4], within(0.3), GROWING, "leading leading stored prefill", 0.3),
+        # One is prefilled behind it.
+        "beyond the goal": Scene(pair, ENTRIES[:4], within(0.25), GROWING, "leading leading prefill prefill", 0.0),
+        "a patch stays": Scene(patch, [A, B, C], within(0.5), SIGNED, "leading leading stored", 0.2),
+        # Nothing says how far a patch is off behind another chunk.
+        "stale": Scene(patch, [A, B, D, C], within(0.5), SIGNED, "leading leading prefill prefill", 0.0),
+        "the patch has left": Scene(behind, [A, B, D], within(0.5), SIGNED, "leading leading kept", 0.2),
+        "a patch fits again": Scene(turned(), [B, A, C], within(0.3), SIGNED, "leading leading orbit", 0.3, ORBIT),
+        "unseen": Scene(unseen, entries_of(unseen), Goal(), None, run_again, 0.0),
+        "unseen, kept": Scene(unseen, entries_of(unseen), PATCHED, None, "leading kept kept", None),
+        "first, exactly": Scene(front, entries_of(front), Goal(), None, "prefill", 0.0, Fronts(entry(1))),
+        "first, blind": Scene(front, entries_of(front), BLIND, None, "bare", None, Fronts(entry(1))),
+        # The piece in front of a survivor is approximate: what the window remembers bounds it.
+        "restored": Scene(restored, rest, within(0.3), REMEMBERED, "bare kept restored", 0.3, Restoring()),
+        # What c3 has seen remembered a chunk that has left, and does not any more.
+        "changed in front": Scene(changed, entries_of(changed), Goal(), None, run_again, 0.0),
+        "survivors": Scene(survivors, entries_of(survivors), within(0.4), SLID_LESS, "leading survivor survivor", 0.4),
+        "formed behind another": Scene(patches, rest, within(0.5), BY_RANK, "leading stored prefill", 0.5),
+    }
+    promises: tuple[tuple[Promise, float], ...] = (("remember", 0.2), ("forget", 0.0))
+    for promise, kl in promises:
+        window = window_of(A, B, C, stock=SECOND, promise=promise)
+        for entries, served, bound in (
+            ([A, B, C], "leading stored kept", 0.2),
+            ([A, B, D, C], "leading stored prefill prefill", 0.2),
+            ([A, C], "leading kept" if kl else "leading prefill", kl),
+        ):
+            name = f"{promise} {' '.join(chunk.id for chunk in entries)}"
+            table[name] = Scene(window, entries, within(0.5), SIGNED, served, bound, SECOND)
+    # Survivors of a slide lose far more where nothing is pinned, and certificates are measured with a lead.
+    for lead, served, bound, reason in (
+        (1, "leading survivor survivor", 0.3, None),
+        (0, "prefill prefill prefill", 0.0, "window whose first tokens have left; certified with them pinned"),
     ):
-        name = f"{promise} {' '.join(chunk.id for chunk in entries)}"
-        SCENES[name] = Scene(window, entries, within(0.5), SIGNED, served, bound, SECOND)
-# Survivors of a slide lose far more where nothing is pinned, and certificates are measured with a lead.
-for lead, served, bound, reason in (
-    (1, "leading survivor survivor", 0.3, None),
-    (0, "prefill prefill prefill", 0.0, "window whose first tokens have left; certified with them pinned"),
-):
-    window = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
-    SCENES[f"lead of {lead}"] = Scene(window, entries_of(window), within(0.5), SLID, served, bound, beyond=reason)
-for name, limit, reason in (
-    ("tokens", 20, f"window of {A.tokens + B.tokens + C.tokens} tokens; certified up to 20"),
-    ("modalities", ("image",), "chunk of text; certified of image"),
-):
-    signed, exact = dataclasses.replace(SIGNED, **{name: limit}), "leading leading prefill"
-    SCENES[f"beyond the {name}"] = Scene(TWO, [A, B, C], within(0.5), signed, exact, 0.0, beyond=reason)
+        window = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
+        table[f"lead of {lead}"] = Scene(window, entries_of(window), within(0.5), SLID, served, bound, beyond=reason)
+    for name, limit, reason in (
+        ("tokens", 20, f"window of {A.tokens + B.tokens + C.tokens} tokens; certified up to 20"),
+        ("modalities", ("image",), "chunk of text; certified of image"),
+    ):
+        signed, exact = dataclasses.replace(SIGNED, **{name: limit}), "leading leading prefill"
+        table[f"beyond the {name}"] = Scene(pair, [A, B, C], within(0.5), signed, exact, 0.0, beyond=reason)
+    return table
 
 
 def test_scenes_are_served_by_their_points_within_their_bounds():
     """In the window, in a fork of it, and in what JSON makes of it."""
-    for name, scene in SCENES.items():
+    for name, scene in scenes().items():
         for window in (scene.window, scene.window.fork("side"), from_json(to_json(scene.window), BACKBONE)):
             made = planned(window, scene.entries, scene.goal, stored=scene.stock, certificate=scene.signed)
             assert (points(made), made.kl) == (scene.points.split(), scene.kl), name
@@ -255,7 +257,10 @@ def test_scenes_are_served_by_their_points_within_their_bounds():
             assert made.beyond == scene.beyond, name
             assert (f"uncertified: {scene.beyond}" in made.explain()) == (scene.beyond is not None), name
             check_totals(made)
-    assert planned(PATCH, [A, B, C], within(0.5), stored=STOCK, certificate=SIGNED).certificate == SIGNED.digest
+    assert (
+        planned(window_of(A, B, C), [A, B, C], within(0.5), stored=STOCK, certificate=SIGNED).certificate
+        == SIGNED.digest
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
