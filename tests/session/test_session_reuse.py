@@ -53,7 +53,7 @@ def test_a_session_that_starts_again_computes_no_chunk_twice(backbone, tmp_path,
 class VanishingStore(kvp.ChunkStore):
     """A store that loses every prefill between the look and the read, as another process may delete it."""
 
-    asked = 0
+    asked: int = 0
 
     def contains(self, id: str, backbone: str, **options: Any) -> bool:
         return options.get("lead") is None and super().contains(id, backbone, **options)
@@ -70,7 +70,8 @@ def test_a_prefill_that_is_gone_or_another_when_it_is_read_is_computed(backbone,
     """Whoever may write to the store may have written anything under the name of a prefill."""
     with kvp.ChunkStore(tmp_path) as store:
         truth, _, _ = visit(backbone, store, [0, 1, 2])
-    with VanishingStore(tmp_path) as store:
+    store = VanishingStore(tmp_path)
+    with store:
         answers, fidelities, stats = visit(backbone, store, [0, 1, 2])
         assert (stats.forwards, fidelities) == (2, ["exact"] * 3)
         np.testing.assert_allclose(answers, truth, atol=2e-5)

@@ -1,5 +1,5 @@
 """A session's window is what its calls say, its KV that of plain forwards over it, and its counts are what was run."""
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
 
 import random
 from typing import Any
