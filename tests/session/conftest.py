@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 import kvpatch_jax as kvp
-from tests.shared.session_cases import reader
+from tests.shared.session_cases import worded
+from tests.shared.window_oracle import backbone_of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def backbone() -> Any:
-    return reader()
+    return worded(backbone_of("mrope"))
 
 
 @pytest.fixture

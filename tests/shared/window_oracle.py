@@ -5,6 +5,7 @@ It knows operations and no edits, pools, slots or books, and works out starts, f
 
 import copy
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,12 @@ def tiny(name: str, buckets: Buckets | None = BUCKETS) -> ModelBackbone:
     """A tiny random backbone of a layout."""
     with tempfile.TemporaryDirectory() as folder:
         return load(write_checkpoint(FAMILIES[name], Path(folder) / "model"), buckets=buckets)
+
+
+@functools.cache
+def backbone_of(name: str) -> Any:
+    """Returns one tiny backbone of a layout for all tests of a process."""
+    return tiny(name)
 
 
 def counting_of(backbone: ModelBackbone) -> Any:
@@ -115,8 +122,8 @@ class Naive:
         ]
         if not turned:
             return None
-        found = {name: jnp.concatenate([each[name] for each in turned], axis=2) for name in turned[0]}
-        return found | transition_behind(self.backbone.layout, self.parts[:count])
+        rows = {name: jnp.concatenate([kv[name] for kv in turned], axis=2) for name in turned[0]}
+        return rows | transition_behind(self.backbone.layout, self.parts[:count])
 
     def run(self, tokens: Tokens, start: int, count: int | None = None) -> Any:
         return self.backbone.prefill(tokens.shift(start), self.context(count))
@@ -126,8 +133,8 @@ class Naive:
         self.parts.insert(index, NaivePart(id, tokens, 0, {}))
         self.close()
         part = self.parts[index]
-        found = self.run(tokens, part.start, index).kv if kv is None else kv
-        part.kv = {name: np.asarray(value) for name, value in found.items()}
+        rows = self.run(tokens, part.start, index).kv if kv is None else kv
+        part.kv = {name: np.asarray(value) for name, value in rows.items()}
 
     def remove(self, *ids: str) -> None:
         self.parts = [part for part in self.parts if part.id not in ids]

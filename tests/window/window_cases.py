@@ -10,13 +10,12 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens, joined_tokens
 from kvpatch_jax.window import PREFILL, Entry, Executor, PatchNote, Service, Step, Window, canonical_of
-from tests.shared.window_oracle import rows_of, span_of, tiny, tokens_of
+from tests.shared.window_oracle import backbone_of, rows_of, span_of, tokens_of
 
 FINGERPRINT = "f" * 32
 BAR = 2e-5
 LENGTHS = (5, 7, 8)
 """All of one bucket."""
-_BACKBONES: dict[str, Any] = {}
 
 
 # ------------------------------------------------------------------------------------------------------ without arrays
@@ -50,13 +49,6 @@ def patched(note: PatchNote, stale: bool = False) -> Service:
 
 
 # --------------------------------------------------------------------------------------------------------- with arrays
-
-
-def backbone_of(name: str) -> Any:
-    """One backbone of a layout for all tests of a process."""
-    if name not in _BACKBONES:
-        _BACKBONES[name] = tiny(name)
-    return _BACKBONES[name]
 
 
 class Watched:

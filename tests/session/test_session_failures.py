@@ -1,4 +1,4 @@
-"""What fails in the middle leaves a session as it was: forwards, the pool, interrupts, threads. What watchers see."""
+"""A call that fails, is interrupted or finds no room leaves its session as it was, and watchers see what happened."""
 # pyright: reportArgumentType=false, reportOptionalOperand=false
 
 import copy
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import NotFiniteError, PoolError, SessionError
-from kvpatch_jax.traces import Event, Recorder, Trace
+from kvpatch_jax.errors import NotFiniteError, PoolError
+from kvpatch_jax.traces import Event
 from tests.shared.session_cases import QUESTION, Oracle, expect_logits, image_of, logits, state, words
 
 
@@ -64,17 +64,11 @@ def test_a_full_pool_refuses_and_one_without_a_size_grows(backbone):
         small.add(image_of(0), id="lead")
         small.add(image_of(1), id="shot")
         before = state(small)
-        for name, *arguments in (
-            ("add", image_of(2)),
-            ("insert", image_of(2), "shot"),
-            ("replace", "shot", image_of(2)),
-        ):
+        image = image_of(2)
+        for call, *inputs in ((small.add, image), (small.insert, image, "shot"), (small.replace, "shot", image)):
             with pytest.raises(PoolError, match=r"got 2 whole pages; .*more pages=, a window that keeps fewer"):
-                getattr(small, name)(*arguments)
+                call(*inputs)
             assert state(small) == before
-        small.evict("shot")
-        small.add(image_of(2))
-        assert small.ask(QUESTION, steps=1, audit=True).kl < 1e-8
     with kvp.Session(backbone) as grown:
         grown.runtime.executor.slots.allocate(253 * 16)
         for number in range(3):
@@ -85,16 +79,16 @@ def test_a_full_pool_refuses_and_one_without_a_size_grows(backbone):
 
 def test_a_pool_that_was_lost_is_filled_again(backbone):
     with kvp.Session(backbone, keep=1) as session, session.fork() as branch:
-        for each in (session, branch):
+        for window in (session, branch):
             for number in range(3):
-                each.add(image_of(number))
+                window.add(image_of(number))
         for value in jax.tree.leaves(session.runtime.executor.pools):
             value.delete()
         expected = Oracle(backbone, image_of(0), image_of(2)).logits()
-        for each in (branch, session):
+        for window in (branch, session):
             # What had left is forgotten: it was in the pool alone.
-            assert each.ask(QUESTION, steps=1, audit=True).kl < 1e-8
-            expect_logits(each, expected)
+            assert window.ask(QUESTION, steps=1, audit=True).kl < 1e-8
+            expect_logits(window, expected)
 
 
 @pytest.mark.parametrize(("op", "arguments"), [("add", (image_of(5),)), ("replace", ("shot 2", "w30 w31"))])
@@ -127,7 +121,7 @@ def test_an_interrupt_at_any_moment_leaves_the_window_before_or_after(backbone, 
             moments = interrupted(lambda: getattr(branch, op)(*arguments), None)
             expected = {branch.ids: logits(branch), session.ids: logits(session)}
         counts = session.runtime.executor.slots.counts
-        for moment in range(3, moments, max(1, moments // 25)):
+        for moment in range(3, moments, max(1, moments // 12)):
             with session.fork() as branch:
                 interrupted(lambda branch=branch: getattr(branch, op)(*arguments), moment)
                 np.testing.assert_array_equal(logits(branch), expected[branch.ids])
@@ -135,83 +129,57 @@ def test_an_interrupt_at_any_moment_leaves_the_window_before_or_after(backbone, 
             np.testing.assert_array_equal(session.runtime.executor.slots.counts, counts)
 
 
-def test_threads_on_one_runtime_take_turns(backbone):
-    """Each has a session of its own, and one that they share."""
-    failed, together = list[BaseException](), threading.Barrier(4)
+def test_threads_on_one_session_take_turns(backbone):
+    failed = list[BaseException]()
 
     def work(number: int) -> None:
         try:
-            together.wait(60)
             for step in range(3):
-                name = shared.add(image_of(step), id=f"{number}.{step}")
-                alone[number].add(image_of(step))
-                assert alone[number].ask(QUESTION, steps=2, stop=(), audit=True).kl < 1e-8
-                str(shared.ask(QUESTION, steps=2))
-                shared.evict(name)
+                name = session.add(image_of(step), id=f"{number}.{step}")
+                str(session.ask(QUESTION, steps=2))
+                session.evict(name)
         except BaseException as error:
             failed.append(error)
 
-    with kvp.Session(backbone, lead=image_of(9)) as shared:
-        alone = [kvp.Session(backbone, runtime=shared.runtime) for _ in range(4)]
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    with kvp.Session(backbone, lead=image_of(9)) as session:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(300)
         assert failed == []
-        assert (len(shared), len(shared.gone), shared.stats().asked) == (1, 12, 12)
-        expect_logits(shared, Oracle(backbone, image_of(9)).logits())
-        for session in alone:
-            session.close()
-        assert shared.stats().free_pages == shared.stats().pages - 2
+        assert (len(session), len(session.gone), session.stats().asked) == (1, 9, 9)
+        expect_logits(session, Oracle(backbone, image_of(9)).logits())
+        assert session.stats().free_pages == session.stats().pages - 2
 
 
-@pytest.mark.parametrize("op", ["fork", "close"])
-def test_a_watcher_that_raises_holds_nothing(backbone, op):
-    session = kvp.Session(backbone, lead=image_of(0))
-
-    def watch(event: Event, _: Any) -> None:
-        assert event.op != op
-
-    session.watchers.append(watch)
-    held = session.stats().free_pages
-    with pytest.raises(AssertionError):
-        getattr(session, op)()
-    executor = session.runtime.executor
-    assert (len(executor.branches), executor.slots.free_pages) == ((1, held) if op == "fork" else (0, held + 2))
-    session.watchers.clear()
-    session.close()
-    with pytest.raises(SessionError, match="after its runtime was closed"):
-        session.runtime.check_open()
-
-
-def test_watchers_see_every_change_after_it_has_happened(backbone, tmp_path):
+def test_watchers_see_every_change_after_it_has_happened_and_may_raise(backbone):
     seen: list[tuple[Any, ...]] = []
-    with (
-        Recorder(tmp_path / "trace.jsonl") as recorder,
-        kvp.Session(backbone, None, 1, placeholder="w9 w10", name="a") as session,
-    ):
+    with kvp.Session(backbone, None, 1, placeholder="w9 w10") as session:
 
         def watch(event: Event, items: Any) -> None:
+            assert event.op not in ("fork", "close")
             assert event.chunk is None or (event.chunk in session) == (event.op != "evict")
             seen.append((event.op, event.chunk, event.replaced, event.text, len(items)))
 
         session.watchers.append(watch)
-        session.watchers.append(recorder)
         session.add("w5 w6", id="system")
         session.add(image_of(0), id="shot 0")
         session.add(image_of(1), id="shot 1")
         session.recall("shot 0")
-        session.insert("w20", "shot 0", id="note")
-        session.replace("note", "w21", name="other")
-        session.ask(QUESTION, steps=1)
-        session.evict("other")
-        session.slide(0)
+        session.evict("shot 0")
+        executor, pages = session.runtime.executor, session.stats().free_pages
+        for call, left in ((session.fork, (1, pages)), (session.close, (0, session.stats().pages))):
+            with pytest.raises(AssertionError):
+                call()
+            assert (len(executor.branches), executor.slots.free_pages) == left
+        session.watchers.clear()
     assert seen == [
-        ("add", "system", None, "w5 w6", 1), ("add", "shot 0", None, None, 1),
-        ("replace", "shot 0 left", "shot 0", "w9 w10", 1), ("add", "shot 1", None, None, 1),
-        ("replace", "shot 1 left", "shot 1", "w9 w10", 1), ("recall", "shot 0", None, None, 0),
-        ("insert", "note", None, "w20", 1), ("replace", "other", "note", "w21", 1), ("ask", None, None, QUESTION, 0),
-        ("evict", "other", None, None, 0), ("slide", None, None, None, 0), ("close", None, None, None, 0),
-    ]  # fmt: skip
-    assert [event.op for event in Trace.read(tmp_path / "trace.jsonl").events] == [op for op, *_ in seen]
+        ("add", "system", None, "w5 w6", 1),
+        ("add", "shot 0", None, None, 1),
+        ("replace", "shot 0 left", "shot 0", "w9 w10", 1),
+        ("add", "shot 1", None, None, 1),
+        ("replace", "shot 1 left", "shot 1", "w9 w10", 1),
+        ("recall", "shot 0", None, None, 0),
+        ("evict", "shot 0", None, None, 0),
+    ]

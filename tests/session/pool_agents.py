@@ -14,16 +14,10 @@ from kvpatch_jax.answers import Sampling
 from kvpatch_jax.session.batching import BatchScheduler
 from kvpatch_jax.session.runtime import AnswerOptions, Runtime
 from kvpatch_jax.window import Entry, Window
-from tests.shared.window_oracle import tiny, tokens_of
+from tests.shared.window_oracle import tokens_of
 
 PAGES, PAGE = 104, 8
 LENGTHS = (5, 7, 8)
-
-
-@functools.cache
-def backbone_of(layout: str) -> Any:
-    """One backbone of a layout for all tests of a process."""
-    return tiny(layout)
 
 
 @contextlib.contextmanager
