@@ -48,11 +48,12 @@ class SlowDecoder:
         )
         return self.rotated(query, position), self.rotated(key, position), value
 
-    def run(self, residual, positions, slots, keys, values, written, first=0, last=None):
+    def run(self, residual, positions, slots, keys, values, written, first=0, last=None, seen=None):
         """Runs layers first … last-1 over tokens; at layer l those with written[l] run, and write their KV.
 
         Args:
           residual: {token: [D]} entering `first`. keys, values: [L,S,K,H], changed in place.
+          seen: keys that count, [S].
 
         Returns:
           residual after the last layer, and attention {layer: {token: [N,S]}} with its queries {layer: {token: [N,H]}}.
@@ -64,7 +65,7 @@ class SlowDecoder:
             made = {token: self.project(layer, residual[token], positions[token]) for token in alive}
             for token in alive:
                 keys[layer, slots[token]], values[layer, slots[token]] = made[token][1:]
-            maps[layer] = {token: self.attend(made[token][0], keys[layer], slots[token]) for token in alive}
+            maps[layer] = {token: self.attend(made[token][0], keys[layer], slots[token], seen) for token in alive}
             queries[layer] = {token: made[token][0] for token in alive}
             after = {}
             for token in alive:

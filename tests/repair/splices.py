@@ -17,11 +17,20 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.models import FAMILIES, ModelBackbone, load
 from kvpatch_jax.models.families.family import parameters
 from kvpatch_jax.models.inputs.processors import Settings
-from kvpatch_jax.repair import OtherAntecedent, PromptPiece, SplicedCache, pooled_embedding, splice_prompt
+from kvpatch_jax.repair import (
+    OtherAntecedent,
+    PromptPiece,
+    SplicedCache,
+    canonical_of,
+    pooled_embedding,
+    splice_prompt,
+)
 from tests.goldens.load import write_checkpoint
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
+LONG = 40
+"""Tokens of a chunk of several pages."""
 TOKEN_METHODS = (
     *("first_k", "vlcache", "cacheblend", "cacheblend_gradual", "kvshare", "infoflow", "prophetkv", "quest"),
     *("oracle_delta", "random_tokens"),
@@ -104,6 +113,14 @@ def other_antecedents(
     return tuple(others)
 
 
+def canonical_chunk(backbone: ModelBackbone, splice: SplicedCache, row: int | None = None) -> kvp.Chunk:
+    """The canonical of a splice's chunk, of all rows or of one."""
+    local, tokens = np.asarray(splice.tokens.positions)[0] - BEFORE, splice.slots.shape[1]
+    kv = canonical_of(backbone.layout, splice)
+    kv = kv if row is None else {name: value[:, row] for name, value in kv.items()}
+    return kvp.Chunk(kv, local, tokens, tokens, "page", backbone.layout, backbone.fingerprint)
+
+
 def one_row(splice: SplicedCache, row: int) -> SplicedCache:
     """The splice of one row alone."""
 
@@ -119,6 +136,8 @@ def one_row(splice: SplicedCache, row: int) -> SplicedCache:
 
 PIECES = (3, -6, 2, -9, 4)
 """Lengths of a prompt's pieces; negative ones are cached chunks."""
+NEW: tuple[int, ...] = (0, 1, 2, 9, 10, 20, 21, 22, 23)
+"""The prompt's tokens of new text."""
 
 
 def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray], Any]:
