@@ -1,8 +1,9 @@
-"""tpu-inference's pools, held against a NumPy oracle written from what its kernels store; no engine is imported.
+"""Pages hold a chunk bit for bit where tpu-inference's kernels store it, are written in place, and come back.
 
-Its `merge_kv` (ragged_paged_attention/v3/kernel.py, kernel_hd64.py) and `update_kv_cache` (mla): heads of 128 and more
-lie K0 V0 K1 V1 …, each padded to 128 lanes; heads of 64 as k then v in one row; latents as the latent then the rope
-key, each padded to 128 lanes, `packing` tokens on an axis of their own. Heads are filled up to the packing with zeros.
+NumPy says where, written from what the kernels store; no engine is imported. Of `merge_kv`
+(ragged_paged_attention/v3/kernel.py, kernel_hd64.py) and `update_kv_cache` (mla): heads of 128 and more lie K0 V0 K1 V1
+…, each padded to 128 lanes; heads of 64 as k then v in one row; latents as the latent then the rope key, each padded to
+128 lanes, `packing` tokens on an axis of their own. Heads are filled up to the packing with zeros.
 """
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false

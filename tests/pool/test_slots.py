@@ -1,4 +1,4 @@
-"""Slots of a pool: owners are counted, pages of aligned chunks are shared with nobody, and wrong slots are refused."""
+"""Every slot of a pool has the owners that took it: none is given twice, lost, or written while it is shared."""
 # pyright: reportArgumentType=false
 
 import numpy as np

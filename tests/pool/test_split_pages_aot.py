@@ -1,4 +1,4 @@
-"""Pages over several chips, compiled for TPUs ahead of time: in place; only what is read goes between chips.
+"""Compiled for TPUs, pages split over chips stay where they lie; only what is read goes between chips.
 
 Needs the extra `kernels`, not a TPU.
 """

@@ -24,34 +24,25 @@ def nearest(value: np.ndarray) -> np.ndarray:
     return np.where(np.abs(np.float64(value) - down) <= np.abs(up - np.float64(value)), down, up).astype(np.float32)
 
 
-def quantised(
-    matrix: np.ndarray, bits: int, group: int | None, axis: int, symmetric: bool = False
-) -> tuple[np.ndarray, int]:
+def quantised(matrix: np.ndarray, bits: int, group: int | None, axis: int) -> tuple[np.ndarray, int]:
     """Rounds a matrix in groups along an axis, one group at a time; returns it and its bytes."""
     if bits == 16:
         return nearest(matrix), 2 * matrix.size
     rows = matrix.astype(np.float32).T if axis == -2 else matrix.astype(np.float32)
-    found, nbytes = np.zeros(rows.shape, np.float64), 0
-    size = group or rows.shape[1]
+    decoded, nbytes = np.zeros(rows.shape, np.float64), 0
+    size, most = group or rows.shape[1], np.float32(2**bits - 1)
     for row, numbers in enumerate(rows):
         for first in range(0, len(numbers), size):
-            own = numbers[first : first + size]
-            if symmetric:
-                most = 2 ** (bits - 1) - 1
-                step = rounded_up(np.abs(own).max() / np.float32(most))
-                codes = np.clip(np.round(own / (step if step else 1)), -most, most)
-                found[row, first : first + size] = codes * np.float64(step)
-                nbytes += 2
-            else:
-                most, least = np.float32(2**bits - 1), rounded_down(own.min())
-                step = rounded_up(own.max() / most - least / most)
-                codes = np.clip(np.round(own / (step or 1) - least / (step or 1)), 0, most)
-                found[row, first : first + size] = codes * np.float64(step) + least
-                nbytes += 4
+            part = numbers[first : first + size]
+            least = rounded_down(part.min())
+            step = rounded_up(part.max() / most - least / most)
+            codes = np.clip(np.round(part / (step or 1) - least / (step or 1)), 0, most)
+            decoded[row, first : first + size] = codes * np.float64(step) + least
+            nbytes += 4
     # Whole bytes for every token, and for each power of two in the bits.
     powers = [power for power in (1, 2, 4, 8) if bits & power]
     nbytes += sum(matrix.shape[0] * math.ceil(matrix.shape[1] * power / 8) for power in powers)
-    return found.T if axis == -2 else found, nbytes
+    return decoded.T if axis == -2 else decoded, nbytes
 
 
 def low_rank(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -54,6 +54,7 @@ def test_a_budget_in_bytes_is_a_byte_budget_of_each_row(long, base):
         assert patch.nbytes <= 2500
         for name, value in kvp.apply_patch(chunk, patch, BEFORE, ["legend"]).items():
             assert error(served(repaired.cache)[name][:, row], value) <= 1e-5
+        assert repaired.estimate is not None
         assert repaired.estimate[row] == pytest.approx(patch.predicted, rel=1e-4)
     assert 1500 <= repaired.bytes.stored <= 2500
     assert (repaired.bytes.canonical > 0) == (base == "canonical")

@@ -21,12 +21,13 @@ from kvpatch_jax.repair import (
     PromptPiece,
     RepairBudget,
     best_schedule,
+    canonical_of,
     logit_error,
     recomputed_sensitivity,
     reordered_by_question,
     splice_prompt,
 )
-from kvpatch_jax.repair.positions import chunk_scores, placed_for_scoring, reordered
+from kvpatch_jax.repair.positions import chunk_scores, placed_for_scoring
 from kvpatch_jax.repair.question_attention import infoflow_layers, question_scores
 from tests.repair.slow_decoder import SlowDecoder
 from tests.repair.splices import (
@@ -225,6 +226,17 @@ def test_prcr_shows_the_question_the_tokens_that_infoflow_would_run_and_runs_non
         np.testing.assert_array_equal(repaired.cache[name], value)
 
 
+def test_channels_of_unlike_size_weigh_alike(backbone, spliced):
+    """Keys that are off by all of themselves outrank values that are off by half, however large values are."""
+    splice, _ = spliced
+    splice = splice.replace(cache={"k": splice.cache["k"], "v": 30.0 * splice.cache["v"]})
+    share = {"k": np.repeat([0.0, 1.0], [5, 3]), "v": np.repeat([0.5, 0.0], [3, 5])}
+    canonical = canonical_of(backbone.layout, splice)
+    recorded = {name: value * (1 + share[name][:, None, None]) for name, value in canonical.items()}
+    repaired = METHODS["oracle_delta"](backbone, splice.replace(recorded=recorded), RepairBudget(tokens=3))
+    assert repaired.chosen[:, :, 5:].all()
+
+
 def test_a_spoilt_token_is_chosen(backbone, spliced):
     splice, _ = spliced
     spoilt = {name: value.at[1:, :, BEFORE + 6].add(100.0) for name, value in splice.cache.items()}
@@ -287,32 +299,28 @@ def test_geometries_place_chunks_and_question_as_infoflow_says(chunks, geometry,
             assert error(np.asarray(cache[name])[:, :, place : place + length], value) <= 1e-5
 
 
-def test_another_order_is_the_splice_that_would_have_been_made(chunks):
+def test_the_chunk_that_the_question_looks_at_most_is_served_last(chunks):
+    """The new order is the splice that would have been made of it."""
     backbone, splice, pieces = chunks
-    order, start, parts = [2, 0, 1], 0, []
-    for number in order:
+    score = np.zeros((ROWS, sum(LENGTHS)))
+    score[:, [0, 1, 2]], score[:, [6, 7]], score[1, 12:] = 1.0, (5.0, 0.5), -np.inf  # the last are padding
+    np.testing.assert_allclose(chunk_scores(splice, jnp.asarray(score), 0.25), [[1.0, 5.5, 0.0]] * ROWS)
+
+    row = one_row(splice, 0)
+    mass = np.asarray(question_scores(backbone, row, geometry="hl_tp"))[0]
+    order = np.argsort([mass[start : start + length].sum() for start, length in zip(STARTS, LENGTHS, strict=True)])
+    moved, start, parts = reordered_by_question(backbone, row, share=1.0), 0, []
+    for number in order.tolist():
         piece = pieces[number]
         positions = np.asarray(piece.tokens.positions) + start - STARTS[number]
         parts.append(PromptPiece(piece.tokens._replace(positions=positions), piece.kv))
         start += LENGTHS[number]
-    moved, expected = reordered(backbone.layout, splice, order), splice_prompt(backbone, parts)
-    assert moved.chunks == expected.chunks
+    expected = one_row(splice_prompt(backbone, parts), 0)
+    assert moved.chunks == expected.chunks != splice.chunks
     np.testing.assert_array_equal(moved.tokens.positions, expected.tokens.positions)
     np.testing.assert_array_equal(moved.tokens.embeddings, expected.tokens.embeddings)
     for name, value in expected.cache.items():
         assert error(moved.cache[name], value) <= 1e-5
-
-
-def test_the_chunk_that_the_question_looks_at_most_comes_last(chunks):
-    backbone, splice, _ = chunks
-    score = np.zeros((ROWS, sum(LENGTHS)))
-    score[:, [0, 1, 2]], score[:, [6, 7]], score[1, 12:] = 1.0, (5.0, 0.5), -np.inf  # the last are padding
-    np.testing.assert_allclose(chunk_scores(splice, jnp.asarray(score), 0.25), [[1.0, 5.5, 0.0]] * ROWS)
-    row = one_row(splice, 0)
-    mass = np.asarray(question_scores(backbone, row, geometry="hl_tp"))[0]
-    order = np.argsort([mass[start : start + length].sum() for start, length in zip(STARTS, LENGTHS, strict=True)])
-    parts = reordered_by_question(backbone, row, share=1.0).parts
-    assert [last - first for first, last in parts] == [LENGTHS[number] for number in order]
 
 
 # ------------------------------------------------------------------------------------------------ VLCache's schedules
