@@ -183,13 +183,10 @@ GQA, CODES = ALL["gqa"], ALL["keys_4_bits"]
     ("platform", "shape", "page_size", "words"),
     [
         ("gpu", ChunkShape("partial", 1, 8, 1, 64, 32, 0), 0, "32 of 64 channels that rotate; expected all or none"),
-        ("gpu", ChunkShape("narrow", 1, 8, 2, 80, 80, 0), 0, "2 heads of 80, 80 rotary; expected rotating heads of"),
         ("gpu", ChunkShape("odd", 1, 8, 1, 128, 128, 0, group=32), 8, "1 heads of 128, 128 rotary; expected"),
-        ("gpu", ChunkShape("words", 1, 8, 2, 128, 128, 0, "pairs", 32), 0, "codes in layout 'pairs'"),
         ("gpu", ChunkShape("groups", 1, 99, 2, 128, 0, 0, group=48), 0, "codes in groups of 48; expected 32, 64"),
         ("gpu", ChunkShape("rank", 1, 8, 2, 128, 128, 256), 8, "bytes a block; expected what shared memory holds"),
         ("tpu", CODES._replace(heads=3), 0, "codes of 3 heads"),
-        ("tpu", CODES._replace(heads=1), 0, "codes of 128 columns; expected a multiple of 256"),
         ("tpu", CODES._replace(group=48), 0, "groups of 48 tokens; expected 32, or all 77"),
         ("tpu", GQA._replace(heads=32, rank=256), 0, "factors of rank 256 over 4096 columns"),
         ("tpu", ALL["rope_key"], 16, "a width of 64; expected a multiple of 128"),

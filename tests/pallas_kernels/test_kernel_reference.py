@@ -128,13 +128,13 @@ def test_named_slots_have_what_rotate_patch_makes_and_no_others_change(shape: Ch
     if padded:
         pool = jnp.pad(pool, [(0, 0)] * 4 + [(0, -width % 128)], constant_values=jnp.nan)
     before, slots[length:] = flat(pool), -5
-    made = np.asarray(jax.jit(rotate_patch, static_argnames="layout")(**chunk, layout=shape.layout))
+    turned = np.asarray(jax.jit(rotate_patch, static_argnames="layout")(**chunk, layout=shape.layout))
     written = flat(splice(pool, slots, **chunk, layout=shape.layout, length=length))
     others = np.setdiff1d(np.arange(TOTAL), slots[:length])
     assert (written[..., others, :, :] == before[..., others, :, :]).all()
     named = written[..., slots[:length], :, :]
     wide = lambda value: value.astype(np.float32)
-    np.testing.assert_allclose(wide(named[..., :width].view(jnp.bfloat16)), wide(made[:, :length]), rtol=2**-8)
+    np.testing.assert_allclose(wide(named[..., :width].view(jnp.bfloat16)), wide(turned[:, :length]), rtol=2**-8)
     assert (named[..., width:] == 0).all()
 
 

@@ -201,13 +201,13 @@ def test_jaxs_ragged_paged_attention_over_spliced_pages_equals_attention_over_re
     monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", lambda self: wait(self)[...])
     blocks = {"sm_scale": 128**-0.5, "num_kv_pages_per_block": 2, "num_queries_per_block": 4}
     with pltpu.force_tpu_interpret_mode():
-        found = kernel.ragged_paged_attention(queries, pages, lengths[0], table, *lengths[1:], **blocks)
+        result = kernel.ragged_paged_attention(queries, pages, lengths[0], table, *lengths[1:], **blocks)
     k, v = (np.repeat(np.asarray(recomputed[name][0], np.float64), 4, axis=1) for name in ("k", "v"))
     scores = np.einsum("qnh,snh->nqs", np.asarray(queries, np.float64), k) * 128**-0.5
     seen = np.arange(slots.size)[None] <= slots.size - 3 + np.arange(3)[:, None]
     weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights /= weights.sum(-1, keepdims=True)
-    np.testing.assert_allclose(found, np.einsum("nqs,snh->qnh", weights, v), atol=2e-5)
+    np.testing.assert_allclose(result, np.einsum("nqs,snh->qnh", weights, v), atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -69,9 +69,9 @@ def gear(
     for place in whole:
         error[place] = 0.0
     for head in range(heads):
-        own = slice(head * width, (head + 1) * width)
-        u, v = low_rank(error[:, own], rank)
-        total[:, own] += nearest(u.astype(np.float32)).astype(np.float64) @ nearest(v.astype(np.float32))
+        part = slice(head * width, (head + 1) * width)
+        u, v = low_rank(error[:, part], rank)
+        total[:, part] += nearest(u.astype(np.float32)).astype(np.float64) @ nearest(v.astype(np.float32))
     for place, number in whole.items():
         total[place] = number
     return total, nbytes + 4 * len(whole) + 2 * rank * heads * (tokens + width)
@@ -81,7 +81,7 @@ def cachegen(matrix: np.ndarray, step: float, group: int, live: int) -> tuple[np
     """CacheGen of one row's matrix [T,F] at one layer; returns it, the bytes beside tables by feature, and those."""
     tokens, features = matrix.shape
     anchors, nbytes = quantised(matrix[::group], 8, 32, -1)
-    found, by_feature, everything = np.zeros(matrix.shape), 0.0, collections.Counter()
+    decoded, by_feature, everything = np.zeros(matrix.shape), 0.0, collections.Counter()
     coded = [token for token in range(tokens) if token % group and token < live]
     entry = 3
     for feature in range(features):
@@ -92,13 +92,13 @@ def cachegen(matrix: np.ndarray, step: float, group: int, live: int) -> tuple[np
         symbols = {token: int(np.clip(np.round(delta[token] / size), -1023, 1023)) for token in coded}
         entry = 4 if any(abs(symbol) > 127 for symbol in symbols.values()) else entry
         for token in range(tokens):
-            found[token, feature] = base[token] + symbols.get(token, 0) * np.float64(size)
+            decoded[token, feature] = base[token] + symbols.get(token, 0) * np.float64(size)
         counts = collections.Counter(symbols.values())
         everything += counts
         by_feature += _entropy_bytes(counts) + 3 * len(counts)
     assert entry == 3, "the oracle's table counts small symbols"
     by_layer = _entropy_bytes(everything) + 3 * len(everything)
-    return found, nbytes + 2 * features + by_feature, round(1e6 * (by_layer - by_feature))
+    return decoded, nbytes + 2 * features + by_feature, round(1e6 * (by_layer - by_feature))
 
 
 def _entropy_bytes(counts: collections.Counter) -> float:

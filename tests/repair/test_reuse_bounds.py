@@ -126,7 +126,7 @@ def test_the_truth_is_read_by_the_oracle_alone(backbone, spliced, name):
         with pytest.raises(InputError, match="recorded"):
             METHODS[name](backbone, without, THREE)
         return
-    result, expected = (METHODS[name](backbone, each, THREE) for each in (without, splice))
+    result, expected = (METHODS[name](backbone, variant, THREE) for variant in (without, splice))
     for channel, value in expected.cache.items():
         np.testing.assert_array_equal(result.cache[channel], value)
 
@@ -221,8 +221,8 @@ def hybrid(_highest_precision_of_a_module) -> Any:
     ahead = kvp.to_engine(layout, units[0], front.positions, 0)
     place = lambda kv: dict(joined(ahead, kvp.to_engine(layout, kv, chunk.positions, 0)))
     slots = jnp.asarray(np.broadcast_to(np.arange(BEFORE, BEFORE + 12), (ROWS, 12)))
-    kept = {"recorded": units[1], "canonical": canonical, "before": transition_of(ahead)}
-    return backbone, SplicedCache(chunk, place(canonical), slots, front=front, **kept), place(units[1])
+    inputs = {"recorded": units[1], "canonical": canonical, "before": transition_of(ahead)}
+    return backbone, SplicedCache(chunk, place(canonical), slots, front=front, **inputs), place(units[1])
 
 
 @pytest.mark.parametrize(

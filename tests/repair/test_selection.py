@@ -88,7 +88,7 @@ class SlowRow:
         seen, written = np.ones(SIZE + ASKED, bool), np.ones((LAYERS, ASKED), bool)
         seen[BEFORE + CHUNK : SIZE] = False
         _, maps, queries = self.decoder.run(self.question, positions, slots, keys, values, written, seen=seen)
-        by_layer = lambda found: [np.stack([layer[number] for number in range(ASKED)]) for layer in found.values()]
+        by_layer = lambda result: [np.stack([layer[number] for number in range(ASKED)]) for layer in result.values()]
         return by_layer(maps), by_layer(queries)
 
 
@@ -362,10 +362,10 @@ def test_sensitivity_is_the_mean_loss_of_one_layer_recomputed_as_while_serving(b
         caches.append(cache)
         return losses[number] + len(caches)
 
-    found = recomputed_sensitivity(backbone, [splice, splice], [0.0, 0.5], loss)
+    result = recomputed_sensitivity(backbone, [splice, splice], [0.0, 0.5], loss)
     # Each proxy's reused cache is measured once, then each layer of the one ratio that runs any token.
-    np.testing.assert_allclose(found[:, 0], 4.0 + (1 + 6) / 2)
-    np.testing.assert_allclose(found[:, 1], 4.0 + (np.arange(2, 6) + np.arange(7, 11)) / 2)
+    np.testing.assert_allclose(result[:, 0], 4.0 + (1 + 6) / 2)
+    np.testing.assert_allclose(result[:, 1], 4.0 + (np.arange(2, 6) + np.arange(7, 11)) / 2)
     for layer, cache in enumerate(caches[1 : 1 + LAYERS]):
         differs = changed(cache, splice.cache)
         assert differs[layer, :, : CHUNK // 2].all() == (layer > 0)  # layer 0 does not depend on the antecedent

@@ -137,11 +137,11 @@ def test_low_rank_forms_keep_the_best_directions_and_shadowkv_its_outliers(long)
     best, _ = by_matrix(matrices(splice.recorded), lambda _, matrix: (np.matmul(*oracles.low_rank(matrix, 2)), 0))
     for name, value in served(backbone, splice, low).items():
         assert error(value, best[name]) <= 2e-4
-    kept = served(backbone, splice, shadow)
+    decoded = served(backbone, splice, shadow)
     for channel in backbone.layout.channels:
         true = matrices(splice.recorded)[channel.name]
         if not channel.rotates:
-            assert error(kept[channel.name], true) <= 1e-5
+            assert error(decoded[channel.name], true) <= 1e-5
             continue
         # Of chunks of eight tokens, that whose keys are least like their mean, after the rotation, keeps its keys.
         keys = of_chunk(expected)[channel.name].astype(np.float64)
@@ -149,7 +149,7 @@ def test_low_rank_forms_keep_the_best_directions_and_shadowkv_its_outliers(long)
         mean = blocks.mean(3, keepdims=True)
         cosine = (blocks * mean).sum(-1) / np.linalg.norm(blocks, axis=-1) / np.linalg.norm(mean, axis=-1)
         outlier = np.repeat(np.arange(LONG // 8) == cosine.min((3, 4)).argmin(-1)[..., None], 8, axis=-1)
-        assert error(kept[channel.name], np.where(outlier[..., None], true, best[channel.name])) <= 2e-4
+        assert error(decoded[channel.name], np.where(outlier[..., None], true, best[channel.name])) <= 2e-4
 
 
 @pytest.mark.parametrize("name", ["patch", "low_rank", "shadowkv"])
@@ -185,14 +185,14 @@ def test_the_largest_blocks_are_kept_and_their_bytes_are_of_arrays(long, base):
     allowed, layout = 6000, backbone.layout
     repaired = METHODS["block_differences"](backbone, splice, RepairBudget(kv_bytes=allowed), base=base)
     source = canonical_of(layout, splice) if base == "canonical" else splice.others[0].kv
-    kept, _ = quantised_kv(backbone, matrices(source), 16)
+    decoded, _ = quantised_kv(backbone, matrices(source), 16)
     costs = {}
     for channel in layout.channels:
         for length in (16, LONG % 16):
             costs[channel.name, length] = 2 * length * channel.features + 2  # numbers and an index of 16 bits
-    sizes, expected = [], {name: value.copy() for name, value in kept.items()}
+    sizes, expected = [], {name: value.copy() for name, value in decoded.items()}
     for row in range(ROWS):
-        deltas = {name: value[:, row] - kept[name][:, row] for name, value in matrices(splice.recorded).items()}
+        deltas = {name: value[:, row] - decoded[name][:, row] for name, value in matrices(splice.recorded).items()}
         chosen = oracles.chosen_blocks(deltas, 16, allowed, costs)
         assert len(chosen) > 3
         for name, layer, place in chosen:
@@ -308,4 +308,4 @@ def test_forms_that_choose_by_values_refuse_a_trace(long):
     backbone, splice, _ = long
     for name in ("patch", "block_differences", "cachegen"):
         with pytest.raises(InputError, match="got KV inside a trace"):
-            jax.make_jaxpr(lambda own, name=name: METHODS[name](backbone, own, PLENTY).cache)(splice)
+            jax.make_jaxpr(lambda splice, name=name: METHODS[name](backbone, splice, PLENTY).cache)(splice)
