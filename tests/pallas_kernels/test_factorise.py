@@ -53,7 +53,7 @@ def test_small_matrices_of_every_shape(shape: MatrixShape, method: str):
 
 
 @pytest.mark.parametrize("orthonormal", ["qr", "cholesky"])
-@pytest.mark.parametrize("size", [(320, 128), pytest.param((128, 320), marks=nightly)], ids=["tall", "wide"])
+@pytest.mark.parametrize("size", [(160, 128), pytest.param((128, 160), marks=nightly)], ids=["tall", "wide"])
 def test_steep_and_deficient_spectra_are_factorised_as_well_as_flat_ones(size: tuple[int, int], orthonormal: str):
     for spectrum in SPECTRA.values():
         matrix = drawn(spectrum, *size).astype(np.float32)
