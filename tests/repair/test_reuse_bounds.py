@@ -162,13 +162,26 @@ def test_a_prompt_with_all_of_every_chunk_equals_a_prefill(prompt):
         assert error(repaired.logits, logits) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["mpic", *(pytest.param(name, marks=pytest.mark.nightly) for name in TOKEN_METHODS)])
+PROMPT_METHODS = [name for name in TOKEN_METHODS if name not in ("infoflow", "prophetkv", "quest", "oracle_delta")]
+"""Those that read neither a question nor recorded KV, which a prompt does not have."""
+# KVShare compares attention over all spliced keys, those of the dummy cache among them.
+UNSOUND = {"kvshare": pytest.mark.xfail(reason="kvshare's choice depends on what lies where new text goes")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mpic",
+        *(
+            pytest.param(name, marks=[pytest.mark.nightly, *filter(None, [UNSOUND.get(name)])])
+            for name in PROMPT_METHODS
+        ),
+    ],
+)
 def test_new_text_is_always_computed_and_what_lay_there_is_never_read(prompt, name):
     backbone, splice, _, _ = prompt
     noise = jnp.asarray(1e3 * splice.new_text()[:, None, None], jnp.float32)
     assert np.flatnonzero(splice.new_text()).tolist() == list(NEW)
-    if name in ("infoflow", "prophetkv", "quest", "oracle_delta"):
-        pytest.skip("reads a question or recorded KV, which a prompt does not have")
     repaired = METHODS[name](backbone, splice, THREE)
     spoilt = {channel: value + noise for channel, value in splice.cache.items()}
     again = METHODS[name](backbone, splice.replace(cache=spoilt), THREE)

@@ -46,7 +46,7 @@ from tests.repair.splices import (
     tiny_backbone,
 )
 
-SIZE, PAGE = BEFORE + CHUNK + SPARE, 3
+SIZE, PAGE = BEFORE + CHUNK + SPARE, 2
 CHUNK_SLOTS, DEEP = slice(BEFORE, BEFORE + CHUNK), (2, 3)
 """Slots of the chunk; of four layers, those at .55 to .65 of the depth, which are also the last two."""
 
