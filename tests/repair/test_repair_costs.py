@@ -7,7 +7,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import METHODS, RepairBudget, RepairBytes, reprefill_flops
-from tests.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, LONG, PIECES, ROWS
+from tests.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, LONG, PIECES, ROWS, make_prompt
 from tests.shared.compiled_flops import hlo_flops
 
 FEATURES, WIDTH = 32, 64
@@ -101,8 +101,8 @@ def test_stored_forms_cost_what_a_hand_counts(long):
     assert call("low_rank", rank=4).forming_flops == 2 * call("shadowkv", rank=4).forming_flops == patch.forming_flops
 
 
-def test_two_step_reuse_costs_one_token_more_through_the_layers(prompt):
-    backbone, splice, _, _ = prompt
+def test_two_step_reuse_costs_one_token_more_through_the_layers(backbone):
+    splice, _, _ = make_prompt(backbone)
     flops = lambda name, *budget: METHODS[name](backbone, splice, *budget).flops
     token = (flops("mpic", RepairBudget(tokens=2)) - flops("blind")) / 4
     assert token > 0
