@@ -34,6 +34,12 @@ KEEPING = ("anchored", "joint_pair", *STORED_METHODS)
 """Methods that keep bytes."""
 
 
+@pytest.fixture(scope="module")
+def kind(_highest_precision_of_a_module) -> str:
+    """Refusals are those of one layout: four layers of grouped queries."""
+    return "gqa"
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_settings_of_another_kind_are_refused_by_name(backbone, spliced, name, unchecked):
     call = lambda **settings: METHODS[name](backbone, spliced[0], 0.5, **settings)
