@@ -62,7 +62,7 @@ def decoded(x) -> np.ndarray:
     return value.astype(np.float32).astype(jnp.bfloat16).astype(np.float64).reshape(x.shape)
 
 
-def assert_rounded_once(found, exact: np.ndarray) -> None:
+def assert_rounded_once(result, exact: np.ndarray) -> None:
     """bfloat16 results lie within one unit in the last place of their row's largest value."""
     largest = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-30)
-    assert (np.abs(np.asarray(found, np.float64) - exact) <= 2.0 ** (np.floor(np.log2(largest)) - 7)).all()
+    assert (np.abs(np.asarray(result, np.float64) - exact) <= 2.0 ** (np.floor(np.log2(largest)) - 7)).all()

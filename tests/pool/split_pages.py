@@ -54,8 +54,8 @@ def format_of(case: SplitPagesCase) -> kvp.pool.PageFormat:
 def parts_of(case: SplitPagesCase, devices: int) -> list[list[int]]:
     """Numbers of the heads of each device."""
     repeated = [head for head in range(case.heads) for _ in range(max(1, devices // case.heads))]
-    each = len(repeated) // devices
-    return [repeated[device * each : (device + 1) * each] for device in range(devices)]
+    share = len(repeated) // devices
+    return [repeated[device * share : (device + 1) * share] for device in range(devices)]
 
 
 def packing_of(case: SplitPagesCase) -> int:
@@ -69,14 +69,14 @@ def row_of(case: SplitPagesCase, devices: int) -> tuple[int, int, int]:
 
 def arranged(case: SplitPagesCase, devices: int, rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     """Rows [..., *row] with these keys and values [..., K, 2, H] in their places; padding stays."""
-    found = rows.reshape(*rows.shape[:-3], devices, -1, 128).copy()
+    report = rows.reshape(*rows.shape[:-3], devices, -1, 128).copy()
     for device, heads in enumerate(parts_of(case, devices)):
         for place, head in enumerate(heads):
             if case.width == 64:
-                found[..., device, place, :] = np.concatenate([pairs[..., head, 0, :], pairs[..., head, 1, :]], -1)
+                report[..., device, place, :] = np.concatenate([pairs[..., head, 0, :], pairs[..., head, 1, :]], -1)
             else:
-                found[..., device, 2 * place : 2 * place + 2, :] = pairs[..., head, :, :]
-    return found.reshape(rows.shape)
+                report[..., device, 2 * place : 2 * place + 2, :] = pairs[..., head, :, :]
+    return report.reshape(rows.shape)
 
 
 def taken(case: SplitPagesCase, rows: np.ndarray) -> np.ndarray:
@@ -136,8 +136,8 @@ COLLECTIVE = re.compile(r"= (.*?) (?:all-|reduce-scatter|collective-|ragged-all-
 
 def bytes_of(shapes: str) -> int:
     """Of the arrays that an instruction of HLO gives, as it writes their shapes."""
-    each = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes)
-    return sum(int(bits) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for bits, sizes in each)
+    arrays = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes)
+    return sum(int(bits) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for bits, sizes in arrays)
 
 
 class CallRecorder:
@@ -166,14 +166,14 @@ def recorded(name: str, call):
     recorder = CallRecorder(jitted)
     setattr(page_format, name, recorder)
     try:
-        found = call()
+        report = call()
     finally:
         setattr(page_format, name, jitted)
     (noted,) = recorder.noted
-    return found, noted
+    return report, noted
 
 
-def found_of(case: SplitPagesCase) -> dict:
+def report_of(case: SplitPagesCase) -> dict:
     """A chunk spliced, keys turned and tokens read, over devices and on one."""
     kind, layout, sharding = format_of(case), layout_of(case), sharding_of(case.devices)
     chunk, patch = chunk_of(case)
@@ -183,10 +183,10 @@ def found_of(case: SplitPagesCase) -> dict:
     over = drawn(8, LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)).astype(dtype)
     over = arranged(case, case.devices, over, taken(case, alone))
     flat = lambda pages: pages.reshape(LAYERS, PAGES * PAGE_SIZE, *pages.shape[3:])
-    found = {}
+    report = {}
 
     def compare(name: str, result: list[jax.Array], given: list[jax.Array], expected: np.ndarray, noted: dict):
-        found[name] = {
+        report[name] = {
             **noted,
             "same": same(flat(host(result)), expected),
             "lies_alike": all(page.sharding == sharding for page in result),
@@ -212,13 +212,13 @@ def found_of(case: SplitPagesCase) -> dict:
     pages = placed(over, sharding)
     result, noted = recorded("jitted_read", lambda: kind.read(layout, pages, written))
     pairs = taken(case, flat(alone)[:, written])
-    found["read"] = {
+    report["read"] = {
         **noted,
         "same": all(same(np.asarray(result[name]), pairs[..., place, :]) for place, name in enumerate("kv")),
         "whole": all(value.sharding.is_fully_replicated for value in result.values()),
         "donated": any(page.is_deleted() for page in pages),
     }
-    return found
+    return report
 
 
 def whole_latents() -> bool:
@@ -270,16 +270,16 @@ def refused() -> dict[str, str]:
         "three heads": (three, placed(np.zeros((LAYERS, PAGES, PAGE_SIZE, 6, 1, 128)), sharding_of(2))),
         "not repeated": (layout, placed(pages, sharding_of(4))),
     }
-    said = {}
-    for name, (own, given) in calls.items():
+    messages = {}
+    for name, (form, arrays) in calls.items():
         try:
-            kind.read(own, given, SLOTS)
+            kind.read(form, arrays, SLOTS)
         except KVPatchError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
 
 
 if __name__ == "__main__":
-    found = {name: found_of(CASES[name]) for name in sys.argv[1:]}
-    found = {"cases": found, "latents": whole_latents(), "connected": connected()}
-    json.dump({**found, "refused": refused()}, sys.stdout)
+    report = {name: report_of(CASES[name]) for name in sys.argv[1:]}
+    report = {"cases": report, "latents": whole_latents(), "connected": connected()}
+    json.dump({**report, "refused": refused()}, sys.stdout)

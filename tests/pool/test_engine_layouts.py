@@ -1,8 +1,9 @@
-"""tpu-inference's pools, held against a NumPy oracle written from what its kernels store; no engine is imported.
+"""Pages hold a chunk bit for bit where tpu-inference's kernels store it, are written in place, and come back.
 
-Its `merge_kv` (ragged_paged_attention/v3/kernel.py, kernel_hd64.py) and `update_kv_cache` (mla): heads of 128 and more
-lie K0 V0 K1 V1 …, each padded to 128 lanes; heads of 64 as k then v in one row; latents as the latent then the rope
-key, each padded to 128 lanes, `packing` tokens on an axis of their own. Heads are filled up to the packing with zeros.
+NumPy says where, written from what the kernels store; no engine is imported. Of `merge_kv`
+(ragged_paged_attention/v3/kernel.py, kernel_hd64.py) and `update_kv_cache` (mla): heads of 128 and more lie K0 V0 K1 V1
+…, each padded to 128 lanes; heads of 64 as k then v in one row; latents as the latent then the rope key, each padded to
+128 lanes, `packing` tokens on an axis of their part. Heads are filled up to the packing with zeros.
 """
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
@@ -80,7 +81,7 @@ def oracle(case, kv, slots=None, pages=None):
     first, second = (numpy_of(kv[name]) for name in case.layout.names)
     slots = range(first.shape[1]) if slots is None else slots
     rows = np.stack(
-        [[oracle_row(case, k, v) for k, v in zip(*own, strict=True)] for own in zip(first, second, strict=True)]
+        [[oracle_row(case, k, v) for k, v in zip(*part, strict=True)] for part in zip(first, second, strict=True)]
     )
     if pages is None:
         pages = np.zeros((len(first), case.total, rows.shape[-1]), rows.dtype)
@@ -138,32 +139,32 @@ def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
     engine = kvp.to_engine(layout, chunk.kv, chunk.local, 5)
     for first in (0, 2):
         pages = [placed(layer, case.dtype) for layer in pages_of(case, kv)]
-        own = slots.copy()
-        own[:first] = own[chunk.length :] = -1
-        found = case.format.splice(pages, own, kvp.Placed(chunk, None, 5), first)
+        part = slots.copy()
+        part[:first] = part[chunk.length :] = -1
+        result = case.format.splice(pages, part, kvp.Placed(chunk, None, 5), first)
         assert all(page.is_deleted() for page in pages)
         written = {name: value[:, first : chunk.length] for name, value in engine.items()}
         expected = oracle(case, written, slots[first : chunk.length], oracle(case, kv))
-        flat = np.stack(found).reshape(expected.shape)
-        kept = np.setdiff1d(np.arange(case.total), slots[first : chunk.length])
-        assert (bits(flat[:, kept]) == bits(expected[:, kept])).all()
+        flat = np.stack(result).reshape(expected.shape)
+        others = np.setdiff1d(np.arange(case.total), slots[first : chunk.length])
+        assert (bits(flat[:, others]) == bits(expected[:, others])).all()
         bar = 1e-6 if case.dtype == jnp.float32 else 1e-2
         np.testing.assert_allclose(np.float32(flat), np.float32(expected), rtol=bar, atol=bar)
 
-    for name, value in case.format.read(layout, found, slots[: chunk.length]).items():
-        own = np.float32(engine[name])[:, 2 : chunk.length]
-        np.testing.assert_allclose(np.float32(value)[:, 2:], own, rtol=bar, atol=bar)
-    turned = case.format.rotate(layout, found, slots[2 : chunk.length], 3)
+    for name, value in case.format.read(layout, result, slots[: chunk.length]).items():
+        part = np.float32(engine[name])[:, 2 : chunk.length]
+        np.testing.assert_allclose(np.float32(value)[:, 2:], part, rtol=bar, atol=bar)
+    turned = case.format.rotate(layout, result, slots[2 : chunk.length], 3)
     moved = kvp.to_engine(layout, chunk.kv, chunk.local, 8)
     read = case.format.read(layout, turned, slots[2 : chunk.length])
     for name, value in read.items():
-        own = np.float32(moved[name])[:, 2 : chunk.length]
-        np.testing.assert_allclose(np.float32(value), own, rtol=3 * bar, atol=3 * bar)
+        part = np.float32(moved[name])[:, 2 : chunk.length]
+        np.testing.assert_allclose(np.float32(value), part, rtol=3 * bar, atol=3 * bar)
 
 
 @cases
 def test_a_live_pool_is_written_in_place(case):
-    """The compiler's own figures for a pool of 4096 pages: all of it aliased, and no room for a copy of a layer."""
+    """The compiler's part figures for a pool of 4096 pages: all of it aliased, and no room for a copy of a layer."""
     shape = pages_of(case, pool_of(case)[0]).shape[2:]
     pages = tuple(jax.ShapeDtypeStruct((4096, *shape), case.dtype) for _ in range(case.layout.layers))
     chunk = chunk_of(case)

@@ -1,4 +1,4 @@
-"""An engine's pages over several devices: as on one, in place, and nothing of a pool's size goes between devices."""
+"""Pages split over devices are written as on one device, in place; only what is read goes between devices."""
 
 import json
 import os
@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEFAULT = ("a head on each", "two heads repeated, packed", "joined, each filled up, encoded")
-SLOW = ("two on each, packed", "joined, three on each, filled up", "joined, repeated and filled up")
+DEFAULT = ("joined, each filled up, encoded",)
+SLOW = (
+    *("a head on each", "two heads repeated, packed", "two on each, packed"),
+    *("joined, three on each, filled up", "joined, repeated and filled up"),
+)
 
 
 def findings(names):
@@ -25,52 +28,42 @@ def findings(names):
 
 
 @pytest.fixture(scope="module")
-def found():
+def few():
     return findings(DEFAULT)
 
 
 @pytest.fixture(scope="module")
-def more_found():
+def many():
     return findings(SLOW)
 
 
-def check_case(case):
+@pytest.mark.parametrize(
+    ("cases", "name"),
+    [*(("few", name) for name in DEFAULT), *(pytest.param("many", name, marks=pytest.mark.nightly) for name in SLOW)],
+)
+def test_over_devices_as_on_one(cases, name, request):
     """Bit-equal to one device; written pages are the given ones; only what is read goes between devices."""
-    for name, own in case.items():
-        assert own["same"], name
-        assert own["temporary"] < own["pool"] / 8, name
-        if name == "read":
-            assert own["whole"], name
-            assert not own["donated"], name
-            assert own["between_devices"], "else the devices' heads did not meet, or the text was not understood"
-            assert max(own["between_devices"]) < own["pool"] / 16, name
+    for operation, result in request.getfixturevalue(cases)["cases"][name].items():
+        assert result["same"], operation
+        assert result["temporary"] < result["pool"] / 8, operation
+        if operation == "read":
+            assert result["whole"]
+            assert not result["donated"]
+            assert result["between_devices"], "else the devices' heads did not meet, or the text was not understood"
+            assert max(result["between_devices"]) < result["pool"] / 16
         else:
-            assert own["lies_alike"], name
-            assert own["donated"], name
-            assert own["aliased"] == own["pool"], name
-            assert own["between_devices"] == [], name
+            assert result["lies_alike"], operation
+            assert result["donated"], operation
+            assert result["aliased"] == result["pool"], operation
+            assert result["between_devices"] == [], operation
 
 
-@pytest.mark.parametrize("name", DEFAULT)
-def test_over_devices_as_on_one(found, name):
-    check_case(found["cases"][name])
+def test_latents_are_whole_on_each_device_and_the_connector_forms_on_one(few):
+    assert few["latents"]
+    assert few["connected"] == {"written": True, "same": True, "on_one_device": True}
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", SLOW)
-def test_over_devices_as_on_one_in_every_form(more_found, name):
-    check_case(more_found["cases"][name])
-
-
-def test_latents_are_whole_on_each_device(found):
-    assert found["latents"]
-
-
-def test_the_connector_writes_them_and_forms_on_one_device(found):
-    assert found["connected"] == {"written": True, "same": True, "on_one_device": True}
-
-
-def test_pages_that_lie_otherwise_are_refused(found):
+def test_pages_that_lie_otherwise_are_refused(few):
     expected = {
         "by pages": ("LayoutError", "[2, 1, 1, 1, 1] parts", "axis 2 alone"),
         "by width": ("LayoutError", "[1, 1, 1, 1, 2] parts"),
@@ -79,7 +72,7 @@ def test_pages_that_lie_otherwise_are_refused(found):
         "three heads": ("ShapeError", "over 2 devices", "3 heads shared or repeated evenly"),
         "not repeated": ("ShapeError", "over 4 devices", "expected rows of (8, 1, 128)"),
     }
-    assert found["refused"].keys() == expected.keys()
+    assert few["refused"].keys() == expected.keys()
     for name, words in expected.items():
         for word in words:
-            assert word in found["refused"][name]
+            assert word in few["refused"][name]

@@ -1,4 +1,4 @@
-"""Pages over several chips, compiled for TPUs ahead of time: in place; only what is read goes between chips.
+"""Compiled for TPUs, pages split over chips stay where they lie; only what is read goes between chips.
 
 Needs the extra `kernels`, not a TPU.
 """
@@ -40,8 +40,8 @@ def programs(name: str):
     split, row = page_format.Split(case.devices, sharding, "model"), row_of(case, case.devices)
     form = describe(layout_of(case), row, split)
     pages = tuple(given(case.dtype, PAGES, PAGE_SIZE, *row, on=sharding) for _ in range(LAYERS))
-    each = split.over(None, None, None if case.heads % case.devices else "model")
-    kv = {name: given(case.dtype, LAYERS, TOKENS, case.heads, case.width, on=each) for name in "kv"}
+    by_heads = split.over(None, None, None if case.heads % case.devices else "model")
+    kv = {name: given(case.dtype, LAYERS, TOKENS, case.heads, case.width, on=by_heads) for name in "kv"}
     left, right = (LAYERS, TOKENS, RANK), (LAYERS, RANK, case.heads * case.width)
     factors = {name: (given(case.dtype, *left), given(case.dtype, *right)) for name in "kv"}
     slots, scalar, local = given("int32", TOKENS), given("int32"), given("float32", TOKENS)
@@ -61,7 +61,7 @@ def test_on_chips_pages_stay_where_they_lie(name):
         memory, text = program.memory_analysis(), program.as_text()
         assert memory is not None
         assert text is not None
-        between = [bytes_of(own) for own in COLLECTIVE.findall(text)]
+        between = [bytes_of(shapes) for shapes in COLLECTIVE.findall(text)]
         assert memory.temp_size_in_bytes < pool / 64
         assert memory.alias_size_in_bytes == (0 if what == "read" else pool)
         assert max(between, default=0) < pool / 32

@@ -24,34 +24,25 @@ def nearest(value: np.ndarray) -> np.ndarray:
     return np.where(np.abs(np.float64(value) - down) <= np.abs(up - np.float64(value)), down, up).astype(np.float32)
 
 
-def quantised(
-    matrix: np.ndarray, bits: int, group: int | None, axis: int, symmetric: bool = False
-) -> tuple[np.ndarray, int]:
+def quantised(matrix: np.ndarray, bits: int, group: int | None, axis: int) -> tuple[np.ndarray, int]:
     """Rounds a matrix in groups along an axis, one group at a time; returns it and its bytes."""
     if bits == 16:
         return nearest(matrix), 2 * matrix.size
     rows = matrix.astype(np.float32).T if axis == -2 else matrix.astype(np.float32)
-    found, nbytes = np.zeros(rows.shape, np.float64), 0
-    size = group or rows.shape[1]
+    decoded, nbytes = np.zeros(rows.shape, np.float64), 0
+    size, most = group or rows.shape[1], np.float32(2**bits - 1)
     for row, numbers in enumerate(rows):
         for first in range(0, len(numbers), size):
-            own = numbers[first : first + size]
-            if symmetric:
-                most = 2 ** (bits - 1) - 1
-                step = rounded_up(np.abs(own).max() / np.float32(most))
-                codes = np.clip(np.round(own / (step if step else 1)), -most, most)
-                found[row, first : first + size] = codes * np.float64(step)
-                nbytes += 2
-            else:
-                most, least = np.float32(2**bits - 1), rounded_down(own.min())
-                step = rounded_up(own.max() / most - least / most)
-                codes = np.clip(np.round(own / (step or 1) - least / (step or 1)), 0, most)
-                found[row, first : first + size] = codes * np.float64(step) + least
-                nbytes += 4
+            part = numbers[first : first + size]
+            least = rounded_down(part.min())
+            step = rounded_up(part.max() / most - least / most)
+            codes = np.clip(np.round(part / (step or 1) - least / (step or 1)), 0, most)
+            decoded[row, first : first + size] = codes * np.float64(step) + least
+            nbytes += 4
     # Whole bytes for every token, and for each power of two in the bits.
     powers = [power for power in (1, 2, 4, 8) if bits & power]
     nbytes += sum(matrix.shape[0] * math.ceil(matrix.shape[1] * power / 8) for power in powers)
-    return found.T if axis == -2 else found, nbytes
+    return decoded.T if axis == -2 else decoded, nbytes
 
 
 def low_rank(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,9 +69,9 @@ def gear(
     for place in whole:
         error[place] = 0.0
     for head in range(heads):
-        own = slice(head * width, (head + 1) * width)
-        u, v = low_rank(error[:, own], rank)
-        total[:, own] += nearest(u.astype(np.float32)).astype(np.float64) @ nearest(v.astype(np.float32))
+        part = slice(head * width, (head + 1) * width)
+        u, v = low_rank(error[:, part], rank)
+        total[:, part] += nearest(u.astype(np.float32)).astype(np.float64) @ nearest(v.astype(np.float32))
     for place, number in whole.items():
         total[place] = number
     return total, nbytes + 4 * len(whole) + 2 * rank * heads * (tokens + width)
@@ -90,7 +81,7 @@ def cachegen(matrix: np.ndarray, step: float, group: int, live: int) -> tuple[np
     """CacheGen of one row's matrix [T,F] at one layer; returns it, the bytes beside tables by feature, and those."""
     tokens, features = matrix.shape
     anchors, nbytes = quantised(matrix[::group], 8, 32, -1)
-    found, by_feature, everything = np.zeros(matrix.shape), 0.0, collections.Counter()
+    decoded, by_feature, everything = np.zeros(matrix.shape), 0.0, collections.Counter()
     coded = [token for token in range(tokens) if token % group and token < live]
     entry = 3
     for feature in range(features):
@@ -101,13 +92,13 @@ def cachegen(matrix: np.ndarray, step: float, group: int, live: int) -> tuple[np
         symbols = {token: int(np.clip(np.round(delta[token] / size), -1023, 1023)) for token in coded}
         entry = 4 if any(abs(symbol) > 127 for symbol in symbols.values()) else entry
         for token in range(tokens):
-            found[token, feature] = base[token] + symbols.get(token, 0) * np.float64(size)
+            decoded[token, feature] = base[token] + symbols.get(token, 0) * np.float64(size)
         counts = collections.Counter(symbols.values())
         everything += counts
         by_feature += _entropy_bytes(counts) + 3 * len(counts)
     assert entry == 3, "the oracle's table counts small symbols"
     by_layer = _entropy_bytes(everything) + 3 * len(everything)
-    return found, nbytes + 2 * features + by_feature, round(1e6 * (by_layer - by_feature))
+    return decoded, nbytes + 2 * features + by_feature, round(1e6 * (by_layer - by_feature))
 
 
 def _entropy_bytes(counts: collections.Counter) -> float:

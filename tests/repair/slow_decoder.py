@@ -15,21 +15,21 @@ class SlowDecoder:
         self.epsilon = text.norm_epsilon
 
     def weight(self, layer, *path):
-        found = self.layers
+        result = self.layers
         for name in path:
-            found = found[name]
-        return np.asarray(found, np.float64)[layer]
+            result = result[name]
+        return np.asarray(result, np.float64)[layer]
 
     def norm(self, layer, name, x):
         scaled = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
         return scaled * self.weight(layer, name, "weight")
 
     def linear(self, layer, path, x):
-        found = x @ self.weight(layer, *path, "kernel")
+        result = x @ self.weight(layer, *path, "kernel")
         node = self.layers
         for name in path:
             node = node[name]
-        return found + self.weight(layer, *path, "bias") if node.get("bias") is not None else found
+        return result + self.weight(layer, *path, "bias") if node.get("bias") is not None else result
 
     def rotated(self, x, position):
         """Rotates [n, H] by one position."""
@@ -48,11 +48,12 @@ class SlowDecoder:
         )
         return self.rotated(query, position), self.rotated(key, position), value
 
-    def run(self, residual, positions, slots, keys, values, written, first=0, last=None):
+    def run(self, residual, positions, slots, keys, values, written, first=0, last=None, seen=None):
         """Runs layers first … last-1 over tokens; at layer l those with written[l] run, and write their KV.
 
         Args:
           residual: {token: [D]} entering `first`. keys, values: [L,S,K,H], changed in place.
+          seen: keys that count, [S].
 
         Returns:
           residual after the last layer, and attention {layer: {token: [N,S]}} with its queries {layer: {token: [N,H]}}.
@@ -61,11 +62,11 @@ class SlowDecoder:
         maps, queries = {}, {}
         for layer in range(first, last):
             alive = [token for token in residual if written[layer][token]]
-            made = {token: self.project(layer, residual[token], positions[token]) for token in alive}
+            projected = {token: self.project(layer, residual[token], positions[token]) for token in alive}
             for token in alive:
-                keys[layer, slots[token]], values[layer, slots[token]] = made[token][1:]
-            maps[layer] = {token: self.attend(made[token][0], keys[layer], slots[token]) for token in alive}
-            queries[layer] = {token: made[token][0] for token in alive}
+                keys[layer, slots[token]], values[layer, slots[token]] = projected[token][1:]
+            maps[layer] = {token: self.attend(projected[token][0], keys[layer], slots[token], seen) for token in alive}
+            queries[layer] = {token: projected[token][0] for token in alive}
             after = {}
             for token in alive:
                 weights = maps[layer][token]

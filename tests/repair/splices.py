@@ -17,11 +17,20 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.models import FAMILIES, ModelBackbone, load
 from kvpatch_jax.models.families.family import parameters
 from kvpatch_jax.models.inputs.processors import Settings
-from kvpatch_jax.repair import OtherAntecedent, PromptPiece, SplicedCache, pooled_embedding, splice_prompt
+from kvpatch_jax.repair import (
+    OtherAntecedent,
+    PromptPiece,
+    SplicedCache,
+    canonical_of,
+    pooled_embedding,
+    splice_prompt,
+)
 from tests.goldens.load import write_checkpoint
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
+LONG = 40
+"""Tokens of a chunk of several pages."""
 TOKEN_METHODS = (
     *("first_k", "vlcache", "cacheblend", "cacheblend_gradual", "kvshare", "infoflow", "prophetkv", "quest"),
     *("oracle_delta", "random_tokens"),
@@ -66,19 +75,19 @@ def make_splice(
     everything = text_tokens(backbone, ids)
     tokens, question = everything.take(0, BEFORE + chunk), everything.take(BEFORE + chunk, ids.shape[1])
     whole = backbone.prefill(tokens).kv
-    own = tokens.take(BEFORE, BEFORE + chunk)
+    part = tokens.take(BEFORE, BEFORE + chunk)
     alone = backbone.prefill(
-        own._replace(positions=own.positions - BEFORE), hidden_at=tuple(range(backbone.layout.layers))
+        part._replace(positions=part.positions - BEFORE), hidden_at=tuple(range(backbone.layout.layers))
     )
     true = kvp.to_engine(backbone.layout, whole, tokens.positions, 0)
-    blind = kvp.to_engine(backbone.layout, alone.kv, own.positions, 0)
+    blind = kvp.to_engine(backbone.layout, alone.kv, part.positions, 0)
     room = ((0, 0), (0, 0), (0, SPARE), (0, 0), (0, 0))
     cache = {name: jnp.pad(jnp.concatenate([true[name][:, :, :BEFORE], blind[name]], 2), room) for name in true}
     slots = np.broadcast_to(np.arange(BEFORE, BEFORE + chunk), (ROWS, chunk))
     expected = {name: np.pad(value, room) for name, value in true.items()}
     seen = np.broadcast_to(np.arange(BEFORE + chunk + SPARE) < BEFORE + chunk, (ROWS, BEFORE + chunk + SPARE))
     splice = SplicedCache(
-        own,
+        part,
         cache,
         jnp.asarray(slots),
         front=tokens.take(0, BEFORE),
@@ -104,6 +113,14 @@ def other_antecedents(
     return tuple(others)
 
 
+def canonical_chunk(backbone: ModelBackbone, splice: SplicedCache, row: int | None = None) -> kvp.Chunk:
+    """The canonical of a splice's chunk, of all rows or of one."""
+    local, tokens = np.asarray(splice.tokens.positions)[0] - BEFORE, splice.slots.shape[1]
+    kv = canonical_of(backbone.layout, splice)
+    kv = kv if row is None else {name: value[:, row] for name, value in kv.items()}
+    return kvp.Chunk(kv, local, tokens, tokens, "page", backbone.layout, backbone.fingerprint)
+
+
 def one_row(splice: SplicedCache, row: int) -> SplicedCache:
     """The splice of one row alone."""
 
@@ -119,6 +136,8 @@ def one_row(splice: SplicedCache, row: int) -> SplicedCache:
 
 PIECES = (3, -6, 2, -9, 4)
 """Lengths of a prompt's pieces; negative ones are cached chunks."""
+NEW: tuple[int, ...] = (0, 1, 2, 9, 10, 20, 21, 22, 23)
+"""The prompt's tokens of new text."""
 
 
 def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray], Any]:
@@ -127,9 +146,9 @@ def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, d
     tokens = text_tokens(backbone, np.random.default_rng(seed).integers(0, 300, (ROWS, total)))
     pieces, first = [], 0
     for length in PIECES:
-        own = tokens.take(first, first + abs(length))
-        kv = backbone.prefill(own._replace(positions=own.positions - first)).kv if length < 0 else None
-        pieces.append(PromptPiece(own, kv))
+        part = tokens.take(first, first + abs(length))
+        kv = backbone.prefill(part._replace(positions=part.positions - first)).kv if length < 0 else None
+        pieces.append(PromptPiece(part, kv))
         first += abs(length)
     out = backbone.prefill(tokens)
     return (
@@ -139,16 +158,16 @@ def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, d
     )
 
 
-def error(found, expected) -> float:
-    found, expected = np.asarray(found), np.asarray(expected)
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def error(result, expected) -> float:
+    result, expected = np.asarray(result), np.asarray(expected)
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 def in_chunk(cache) -> dict[str, np.ndarray]:
     return {name: np.asarray(value)[:, :, BEFORE : BEFORE + CHUNK] for name, value in cache.items()}
 
 
-def changed(found, before) -> np.ndarray:
+def changed(result, before) -> np.ndarray:
     """[L,B,T]: where any channel of the chunk differs."""
-    found, before = in_chunk(found), in_chunk(before)
-    return np.any([(found[name] != before[name]).any((-2, -1)) for name in found], axis=0)
+    result, before = in_chunk(result), in_chunk(before)
+    return np.any([(result[name] != before[name]).any((-2, -1)) for name in result], axis=0)

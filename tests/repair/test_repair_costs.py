@@ -1,22 +1,130 @@
-"""What repairs say they cost: FLOPs of what is executed, bytes of what is kept and moved."""
+"""A repair's FLOPs and bytes count what it computed, kept and moved, and nothing else."""
 
 import jax
 import numpy as np
 import pytest
 
+import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import METHODS, RepairBudget
-from kvpatch_jax.repair.methods import (
-    blind,
-    encoder_cached_reprefill,
-    first_k,
-    full_reprefill,
-    layer_reprefill,
-    prefix_caching,
-    vlcache,
-)
-from tests.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, error
+from kvpatch_jax.repair import METHODS, RepairBudget, RepairBytes, reprefill_flops
+from tests.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, LONG, PIECES, ROWS, make_prompt
 from tests.shared.compiled_flops import hlo_flops
+
+FEATURES, WIDTH = 32, 64
+TOKEN = 2 * 2 * FEATURES
+"""Bytes of a token's keys and values at one layer, in 16 bits."""
+INPUT = 2 * WIDTH
+NUMBERS = LAYERS * LONG * 2 * FEATURES
+TURNING, EVERYTHING = 3 * NUMBERS // 2, 2 * NUMBERS
+"""Of the long chunk: two products and a sum for each number of its keys; and its bytes."""
+
+
+def run_flops(backbone, layers, tokens: int, keys: int) -> float:
+    """FLOPs of running tokens through some layers against all slots of a cache."""
+    costs = backbone.forward_costs
+    return sum((costs.token[layer] + costs.pair[layer] * keys) * tokens for layer in layers)
+
+
+def test_recomputed_tokens_cost_their_share_of_a_reprefill(backbone, spliced):
+    splice, _ = spliced
+    call = lambda name, budget, **settings: METHODS[name](backbone, splice, budget, **settings)
+    placing = call("blind", 0.0).flops
+    everything = reprefill_flops(backbone, splice)
+    assert placing == 3 * CHUNK * LAYERS * FEATURES
+    assert everything == call("prefix_caching", 1.0).flops
+    assert everything == pytest.approx(run_flops(backbone, range(LAYERS), CHUNK, splice.cache["k"].shape[2]), rel=1e-6)
+    assert call("first_k", 0.5).flops == everything / 2 + placing
+    schedules = {0.5: (1.0, 0.5, 0.25, 0.25)}
+    assert call("vlcache", 0.5, schedules=schedules).flops == pytest.approx(everything / 2 + placing)
+    layers = call("layer_reprefill", 0.25)
+    assert layers.flops == pytest.approx(everything / 4 + placing)
+    lower = 3 * TOKEN * CHUNK
+    assert layers.bytes == RepairBytes(canonical=lower, inputs=INPUT * CHUNK, moved=lower + INPUT * CHUNK)
+    full, encoded = (call(name, 1.0) for name in ("full_reprefill", "encoder_cached_reprefill"))
+    assert full.flops == encoded.flops
+    assert full.flops == pytest.approx(everything * (BEFORE + CHUNK) / CHUNK)
+    assert full.bytes == RepairBytes()
+    assert encoded.bytes == RepairBytes(inputs=INPUT * (BEFORE + CHUNK), moved=INPUT * (BEFORE + CHUNK))
+
+
+def test_bytes_are_of_what_is_read_and_kept(backbone, spliced):
+    splice, _ = spliced
+    call = lambda name, budget: METHODS[name](backbone, splice, budget).bytes
+    canonical, three = TOKEN * CHUNK * LAYERS, RepairBudget(tokens=3)
+    read = TOKEN * (CHUNK - 3) * LAYERS
+    assert call("blind", 0.0) == RepairBytes(canonical=canonical, moved=canonical)
+    assert call("first_k", three) == RepairBytes(canonical=canonical, inputs=3 * INPUT, moved=read + 3 * INPUT)
+    # Any token may be chosen, so all inputs are kept; a question reads all keys before any is overwritten.
+    chosen = RepairBytes(canonical=canonical, inputs=CHUNK * INPUT, moved=read + 3 * INPUT)
+    assert call("oracle_delta", three) == chosen
+    assert call("infoflow", three) == chosen._replace(moved=canonical + 3 * INPUT)
+    # All tokens are run through two layers, at one of which what is overwritten was compared.
+    moved = 2 * TOKEN * (CHUNK - 3) + TOKEN * CHUNK + CHUNK * INPUT
+    assert call("cacheblend", three) == chosen._replace(moved=moved)
+    assert call("kvshare", three) == chosen._replace(moved=moved)
+    # Layers 1 and 2 check, the second of them what the first has left: five of the tokens.
+    gradual = TOKEN * (CHUNK - 5 + CHUNK - 3) + TOKEN * (CHUNK + 5) + CHUNK * INPUT
+    assert call("cacheblend_gradual", three) == chosen._replace(moved=gradual)
+
+
+def test_stored_forms_cost_what_a_hand_counts(long):
+    backbone, splice, _ = long
+    if backbone.layout.kind == "mla":
+        pytest.skip("counted for grouped queries")
+    call = lambda name, **settings: METHODS[name](backbone, splice, 1.0, **settings)
+
+    patch, factors = call("patch", rank=4), 2 * LAYERS * 2 * 4 * (LONG + FEATURES)
+    assert patch.bytes == RepairBytes(canonical=EVERYTHING, stored=factors, moved=EVERYTHING + factors)
+    assert patch.flops == TURNING + 2 * 4 * NUMBERS
+    assert [patch.bytes.per_antecedent(count) for count in (1, 4)] == [EVERYTHING + factors, EVERYTHING / 4 + factors]
+    # A full singular value decomposition of each layer's 40 × 32 keys and values, the lesser of two counts.
+    by_svd = min(14 * 40 * 32**2 + 8 * 32**3, 6 * 40 * 32**2 + 20 * 32**3)
+    assert patch.forming_flops == 2 * LAYERS * by_svd
+
+    # In 4 bits: two codes a byte, and a scale of 16 bits for every 32 numbers of a direction.
+    small = call("patch", rank=4, dtype="int4", encoding="k4v4g32")
+    codes, scales = LAYERS * 2 * 4 * (LONG + FEATURES) // 2, LAYERS * 2 * 4 * 2 * (2 + 1)
+    base = NUMBERS // 2 + LAYERS * 4 * (2 * FEATURES + LONG)  # a scale and a least value; keys have two groups
+    assert small.bytes == RepairBytes(canonical=base, stored=codes + scales, moved=base + codes + scales)
+    assert small.flops == TURNING + 2 * 4 * NUMBERS + 2 * NUMBERS
+
+    few, stored = call("quantised", bits=3), 3 * NUMBERS // 8 + LAYERS * 2 * FEATURES * 4
+    assert few.bytes == RepairBytes(stored=stored, moved=stored)
+    assert few.flops == TURNING + 2 * NUMBERS
+    assert call("quantised", bits=16).bytes == RepairBytes(stored=EVERYTHING, moved=EVERYTHING)
+
+    # Factors; of ShadowKV also the values, the landmarks of five chunks of eight tokens, and one of these in full.
+    low = 2 * LAYERS * 2 * 4 * (LONG + FEATURES)
+    assert call("low_rank", rank=4).bytes == RepairBytes(stored=low, moved=low)
+    shadow = EVERYTHING // 2 + low // 2 + 2 * LAYERS * FEATURES * (8 + 5)
+    assert call("shadowkv", rank=4).bytes == RepairBytes(stored=shadow, moved=shadow)
+    assert call("low_rank", rank=4).forming_flops == 2 * call("shadowkv", rank=4).forming_flops == patch.forming_flops
+
+
+def test_two_step_reuse_costs_one_token_more_through_the_layers(backbone):
+    splice, _, _ = make_prompt(backbone)
+    flops = lambda name, *budget: METHODS[name](backbone, splice, *budget).flops
+    token = (flops("mpic", RepairBudget(tokens=2)) - flops("blind")) / 4
+    assert token > 0
+    assert flops("two_step_reuse") - flops("blind") == token
+    prefix = METHODS["prefix_caching"](backbone, splice)  # a prompt that begins with text has no cached prefix
+    assert prefix.bytes == RepairBytes()
+    assert prefix.token_layers.tolist() == [sum(map(abs, PIECES)) * backbone.layout.layers] * ROWS
+
+
+def test_budgets_buy_the_papers_counts_of_tokens():
+    paper = kvp.KVLayout.gqa(layers=28, kv_heads=4, head_dim=128, rope=kvp.Rope(theta=1e6, dim=128))
+    for rank, count in ((16, 31), (64, 124), (10**6, 480)):
+        assert RepairBudget(kv_bytes=2 * 28 * 2 * rank * (480 + 512)).count(paper, 480) == count
+    assert [RepairBudget(share=share).count(paper, 480) for share in (0.0, 0.1, 0.15, 1.0)] == [0, 48, 72, 480]
+    assert [RepairBudget(share=0.5).count(paper, tokens) for tokens in (3, 5, 6)] == [2, 3, 3]  # halves go up
+
+
+def test_bytes_are_shared_over_antecedents():
+    bytes = RepairBytes(canonical=100, stored=7, inputs=20, moved=999, shared=40)
+    assert [bytes.per_antecedent(number) for number in (1, 4, 16)] == [167.0, 47.0, 17.0]
+    with pytest.raises(InputError, match="got 0; expected at least 1"):
+        bytes.per_antecedent(0)
 
 
 @pytest.mark.nightly
@@ -25,72 +133,9 @@ def test_counted_flops_are_those_of_the_compiled_program(backbone, spliced, name
     splice, _ = spliced
     budget = RepairBudget(share=0.5)
     repaired = METHODS[name](backbone, splice, budget)
-    compiled = jax.jit(lambda own: METHODS[name](backbone, own, budget).cache).lower(splice).compile()
+    compiled = jax.jit(lambda splice: METHODS[name](backbone, splice, budget).cache).lower(splice).compile()
     executed, counted = hlo_flops(compiled.as_text() or ""), (repaired.flops - repaired.placing_flops) * ROWS
     # Compilers leave out what the topmost scored layer computes beyond its scores, for the question's few tokens.
     unread = backbone.forward_costs.token[0] * ASKED * ROWS if name == "infoflow" else 0
     assert executed <= counted <= executed + unread
-
-
-@pytest.mark.nightly
-def test_first_k_costs_its_share_of_a_reprefill(backbone, spliced):
-    splice, _ = spliced
-    whole = prefix_caching(backbone, splice).flops
-    placing = blind(backbone, splice).flops
-    assert placing == 3 * CHUNK * LAYERS * 2 * 16  # a product of two and a sum for each number of the keys
-    assert first_k(backbone, splice, 0.5).flops == whole / 2 + placing
-    schedules = {0.5: (1.0, 0.5, 0.25, 0.25)}
-    assert vlcache(backbone, splice, 0.5, schedules=schedules).flops == pytest.approx(whole / 2 + placing)
-
-
-@pytest.mark.nightly
-def test_reprefills_count_what_is_kept_of_nothing(backbone, spliced):
-    splice, expected = spliced
-    found = {repair: repair(backbone, splice) for repair in (full_reprefill, encoder_cached_reprefill, prefix_caching)}
-    for repaired in found.values():
-        for name, value in expected.items():
-            assert error(repaired.cache[name], value) <= 1e-5
-    full, encoded, prefix = found.values()
-    assert full.flops == encoded.flops
-    assert prefix.flops < encoded.flops
-    assert full.bytes == (0, 0, 0, 0, 0)
-    embedding = 64 * 2
-    assert encoded.bytes.inputs == encoded.bytes.moved == embedding * (BEFORE + CHUNK)
-    for budget in (0.5, RepairBudget(tokens=2)):
-        with pytest.raises(InputError, match="expected all tokens"):
-            prefix_caching(backbone, splice, budget)
-
-
-@pytest.mark.nightly
-def test_bytes_are_of_what_is_read_and_kept(backbone, spliced):
-    splice, _ = spliced
-    token = 2 * 2 * 2 * 16  # a token's keys and values at one layer, in 16 bits
-    repaired = first_k(backbone, splice, RepairBudget(tokens=3))
-    assert repaired.bytes.canonical == token * CHUNK * LAYERS
-    assert repaired.bytes.inputs == 3 * 64 * 2
-    assert repaired.bytes.moved == token * (CHUNK - 3) * LAYERS + 3 * 64 * 2
-    chosen = METHODS["oracle_delta"](backbone, splice, RepairBudget(tokens=3))
-    assert chosen.bytes.inputs == CHUNK * 64 * 2  # any token may be chosen, so all are kept
-    assert blind(backbone, splice).bytes.moved == token * CHUNK * LAYERS
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
-def test_layers_from_the_residual_equal_a_prefill_over_what_is_below(backbone, spliced, share):
-    splice, expected = spliced
-    repaired = layer_reprefill(backbone, splice, share)
-    boundary = LAYERS - round(share * LAYERS)
-    assert np.asarray(repaired.chosen).any((1, 2)).tolist() == [layer >= boundary for layer in range(LAYERS)]
-    assert repaired.flops == pytest.approx(prefix_caching(backbone, splice).flops * share + repaired.placing_flops)
-    again = layer_reprefill(backbone, splice, boundary=boundary)
-    np.testing.assert_array_equal(again.chosen, repaired.chosen)
-    for name, value in splice.cache.items():
-        np.testing.assert_array_equal(repaired.cache[name][:boundary], value[:boundary])
-    if share == 1.0:
-        for name, value in expected.items():
-            assert error(repaired.cache[name], value) <= 1e-5
-    if share < 1.0:
-        with pytest.raises(InputError, match=f"layer {boundary}"):
-            layer_reprefill(backbone, splice.replace(hidden={}), share)
-    with pytest.raises(InputError, match="share of the layers"):
-        layer_reprefill(backbone, splice, RepairBudget(tokens=2))
+    assert np.isfinite(counted)

@@ -1,0 +1,190 @@
+"""Compiled ahead of time for GPUs and TPUs, each kernel is one launch, in place, without spills and copies.
+
+Needs the extra `kernels`, no accelerator. Shapes are those of released models.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ahead_of_time import without_the_compilation_cache  # noqa: F401
+
+import kvpatch_jax as kvp
+from evals.bench.ahead_of_time import SHARED_MEMORY, compile_for
+from kvpatch_jax.cache import Antecedent, ChunkKey, PatchMetadata
+from pallas_kernels import factorise, rotate_patch, splice
+from pallas_kernels.shapes import LARGE_MATRICES, PRODUCTION, ChunkShape, arguments_of
+
+pytestmark = pytest.mark.device
+gpu = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax's CUDA plugin is not installed"
+)
+tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+SPEC = jax.ShapeDtypeStruct
+QWEN, ROPE, LATENT, MHA, KEYS, VALUES = PRODUCTION
+
+
+def cases(*pairs: tuple[str, ChunkShape]):
+    params = [pytest.param(*pair, id=f"{pair[0]}-{pair[1].name}") for pair in pairs]
+    return pytest.mark.parametrize(("device", "shape"), params)
+
+
+def elements(text: str, operations: str) -> list[tuple[str, int]]:
+    """Dtypes and numbers of elements of the results of some operations of a program."""
+    results = re.findall(rf"= \(?(\w+)\[([\d,]+)\]\S* (?:{operations})\(", text)
+    return [(dtype, math.prod(map(int, sizes.split(",")))) for dtype, sizes in results]
+
+
+def rotated(given, length, *, layout: str, implementation: str):
+    return rotate_patch(**given, length=length, layout=layout, implementation=implementation)
+
+
+def spliced(pool, slots, given, length, *, layout: str, implementation: str):
+    return splice(pool, slots, **given, length=length, layout=layout, implementation=implementation)
+
+
+# ----------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.fixture
+def dump(tmp_path: Path, monkeypatch) -> Path:
+    """Where the compiler leaves what it made of a kernel."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    return tmp_path
+
+
+def check_kernel(dump: Path, text: str, shape: ChunkShape) -> None:
+    """One kernel; within shared memory; nothing spilled or copied; tensor cores where there are factors."""
+    assert text.count('custom_call_target="mosaic_gpu') == 1
+    (report,), (ptx,), (resources,) = (dump.glob(ending) for ending in ("*.ptxas", "*.ptx", "*.resources.txt"))
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report.read_text()
+    (shared,) = re.findall(r"smem_scratch_bytes=(\d+)", resources.read_text())
+    assert int(shared) + 1024 <= SHARED_MEMORY
+    assert ("wgmma.mma_async" in ptx.read_text()) == (shape.rank > 0)
+    sizes = {"bf16": 2, "u32": 4, "u16": 2, "u8": 1, "s8": 1}
+    moves = elements(text, "copy|copy-start|transpose|fusion|fusion-start")
+    channel = math.prod(shape.x) * 2 // (4 if shape.group else 1)
+    assert not [move for move in moves if sizes.get(move[0], 0) * move[1] >= channel]
+    if os.environ.get("KERNEL_RESOURCES"):
+        registers = re.findall(r"Used (\d+) registers", report.read_text())
+        print(f"\n{registers} registers, {shared} bytes of shared memory")
+
+
+# One for each path: halves and words, 64 columns and 128, factors or none, codes by channel and by token.
+GPU_SHAPES = (
+    QWEN,
+    QWEN._replace(name="odd_tokens_without_factors", tokens=1025, rank=0),
+    QWEN._replace(name="pairs", layout="pairs", rank=256),
+    ROPE._replace(tokens=1001),
+    LATENT,
+    KEYS,
+    VALUES,
+)
+ON_GPU = [("NVIDIA H200", shape) for shape in GPU_SHAPES]
+
+
+@gpu
+@cases(*ON_GPU, ("NVIDIA H100", QWEN._replace(tokens=256)))
+def test_rotate_patch_on_gpus(device: str, shape: ChunkShape, dump: Path):
+    run = functools.partial(rotated, layout=shape.layout, implementation="gpu")
+    check_kernel(dump, compile_for(device, run, (arguments_of(shape), SPEC((), jnp.int32))).as_text() or "", shape)
+
+
+@gpu
+@cases(*ON_GPU)
+def test_splice_on_gpus(device: str, shape: ChunkShape, dump: Path):
+    pool = SPEC(shape.pool(shape.tokens // 8, 16), jnp.bfloat16)
+    arguments = pool, SPEC((shape.tokens,), jnp.int32), arguments_of(shape), SPEC((), jnp.int32)
+    run = functools.partial(spliced, layout=shape.layout, implementation="gpu")
+    program = compile_for(device, run, arguments, donate=(0,))
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == 2 * pool.size
+    check_kernel(dump, program.as_text() or "", shape)
+
+
+@gpu
+def test_factorise_on_gpus():
+    (shape, *_) = LARGE_MATRICES
+    matrix = SPEC((*shape.batch, shape.tokens, shape.features), jnp.float32)
+    run = functools.partial(factorise, rank=shape.rank, method="randomised")
+    assert compile_for("NVIDIA H200", run, (matrix,)).as_text()
+
+
+# ----------------------------------------------------------------------------------------------------------------- TPUs
+
+V5E, V5P, V6E = "v5e:2x2", "v5p:2x2x1", "v6e:2x2"
+WIDE, LONG = ChunkShape("gemma", 26, 1000, 4, 256, 256, 0, "pairs"), KEYS._replace(name="long", tokens=16384)
+ON_TPU = [(V5E, QWEN), (V5P, QWEN), (V6E, QWEN), (V5E, LATENT), (V5E, MHA), (V5E, KEYS), (V5P, LONG), (V6E, VALUES)]
+
+
+def copied(text: str) -> list[int]:
+    """Returns the number of elements of each array that the program copies or lays out anew."""
+    return [size for _, size in elements(text, "copy|transpose|bitcast-convert")]
+
+
+@tpu
+@cases(*ON_TPU, (V5E, ROPE), (V5E, WIDE))
+def test_rotate_patch_on_tpus(device: str, shape: ChunkShape):
+    run = functools.partial(rotated, layout=shape.layout, implementation="tpu")
+    text = compile_for(device, run, (arguments_of(shape, "float32"), SPEC((), jnp.int32))).as_text() or ""
+    assert text.count('custom_call_target="tpu_custom_call"') == 1
+    channel = math.prod(shape.x) // (2 if shape.group else 1)
+    assert (channel in copied(text)) == (shape.width % 128 != 0)
+
+
+@tpu
+@cases(*ON_TPU, (V6E, LATENT))
+def test_splice_on_tpus(device: str, shape: ChunkShape):
+    pool = SPEC(shape.pool(256, 64), jnp.bfloat16)
+    arguments = pool, SPEC((shape.tokens,), jnp.int32), arguments_of(shape), SPEC((), jnp.int32)
+    run = functools.partial(spliced, layout=shape.layout, implementation="tpu")
+    program = compile_for(device, run, arguments, (0,))
+    text, memory = program.as_text() or "", program.memory_analysis()
+    assert memory is not None
+    assert text.count('custom_call_target="tpu_custom_call"') == 1
+    assert memory.alias_size_in_bytes >= 2 * pool.size
+    assert memory.temp_size_in_bytes < pool.size
+    assert pool.size not in copied(text)
+
+
+@tpu
+@pytest.mark.parametrize("device", [V5E, V5P, V6E])
+def test_a_padded_pool_is_written_in_place_through_the_public_face(device: str):
+    """Kimi-VL's latents and rope keys, patched, with a base of its own."""
+    layout = kvp.KVLayout.mla(27, 512, 64, rope=kvp.Rope(8e5, 64))
+    kv = {name: jnp.zeros((27, 1088, 1, layout.channel(name).width), jnp.bfloat16) for name in layout.names}
+    chunk = kvp.Chunk(kv, np.arange(1088, dtype=np.float32), 1088, 1080, "B", layout, "kimi-vl")
+    key, behind, before = ChunkKey("B", "kimi-vl", layout), Antecedent.of("A"), Antecedent.of("C", "A")
+    metadata = PatchMetadata(key, behind, tuple(range(27)), "conditioned", before)
+    shapes = lambda size: {channel.name: SPEC(size(channel), jnp.bfloat16) for channel in layout.channels}
+    factors = shapes(lambda channel: (27, 1088, 32)), shapes(lambda channel: (27, 32, channel.features))
+    pool: dict[str, Any] = jax.eval_shape(lambda: kvp.pool.make_pool(layout, 256, 64, padded=True))
+    assert {name: leaf.shape[-1] for name, leaf in pool.items()} == {"ckv": 512, "kpe": 128}
+
+    def run(pool, slots, base, factors, start):
+        patch = kvp.Patch({name: tuple(side[name] for side in factors) for name in layout.names}, metadata)
+        given = {"base": base, "base_antecedent": ("C", "A")}
+        return kvp.pool.splice(pool, slots, kvp.Placed(chunk, patch, start, ("A",), **given))
+
+    base = shapes(lambda channel: (27, 1088, 1, channel.width))
+    arguments = (pool, SPEC((1088,), jnp.int32), base, factors, SPEC((), jnp.int32))
+    program = compile_for(device, run, arguments, (0,))
+    text, memory = program.as_text() or "", program.memory_analysis()
+    sizes = [leaf.size for leaf in pool.values()]
+    assert memory is not None
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    assert memory.alias_size_in_bytes >= 2 * sum(sizes)
+    assert not set(sizes) & set(copied(text))
+    assert memory.temp_size_in_bytes < 2 * min(sizes)

@@ -1,0 +1,293 @@
+"""Chunks spliced into a pool, moved, rotated and read there equal those made directly; no other slot changes a bit."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pool_cases import PAGE_SIZE, PAGES, TOTAL, bits, pool_of, same, slots_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax import pool
+from kvpatch_jax.core import EngineKV
+from kvpatch_jax.errors import (
+    InputError,
+    KernelError,
+    LayoutError,
+    PatchMismatchError,
+    PoolError,
+    ShapeError,
+    StalePatchError,
+)
+from tests.shared.arrays import placed
+from tests.shared.compilations import compilations
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
+
+nightly = pytest.mark.nightly
+FORMATS = (
+    ("gqa", pool.RAGGED, 2),
+    ("mla", pool.LATENT, 2),
+    pytest.param("mha", pool.RAGGED, None, marks=nightly),
+    pytest.param("interleaved", pool.RAGGED, 4, marks=nightly),
+)
+formats = pytest.mark.parametrize(("name", "format", "packing"), FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [("gqa", False), ("mla", True), *(pytest.param(name, False, marks=nightly) for name in ("yarn", "interleaved"))],
+)
+def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: bool):
+    chunk = chunk_of(name, length=19)
+    layout, slots, conditioned = chunk.layout, slots_of(chunk.tokens), conditioned_of(chunk)
+    slots[chunk.length :] = -1
+    named = slots[: chunk.length]
+    others = np.setdiff1d(np.arange(TOTAL), named)
+    before, compiled = pool.read_slots(pool_of(layout, padded=padded), others), []
+    joint = kvp.form_patch(chunk, conditioned, 4, ("A",))
+    a_layer = kvp.form_patch(chunk, conditioned, 3, ("A",), layers=(1,))
+    for patch, start in ((None, 11), (a_layer, 11), (joint, 11), (joint, 900)):
+        there, vectors = kvp.Placed(chunk, patch, start, ("A",)), pool_of(layout, padded=padded)
+        with compilations() as programs:
+            written = pool.splice(vectors, slots, there)
+        compiled.append(len(programs))
+        assert all(value.is_deleted() for value in vectors.values())
+        expected = there.apply()
+        for channel, value in pool.read_slots(written, named).items():
+            width = layout.channel(channel).width
+            np.testing.assert_allclose(value[..., :width], expected[channel][:, :19], rtol=1e-6, atol=1e-6)
+            assert value.shape[-1] == (128 if padded else width)
+            assert not bits(value[..., width:]).any()
+        assert same(pool.read_slots(written, others), before)
+    assert compiled[-1] == 0  # another start compiles nothing
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_moved_vectors_keep_their_bits(unchecked, padded: bool):
+    """Slots may be read and written in one move, and one vector may go to several."""
+    layout = LAYOUTS["gqa"]
+    old, new = np.array([3, 9, 9, 20, 21]), np.array([9, 40, 3, 21, 5])
+    before = pool.read_slots(pool_of(layout, padded=padded), old)
+    vectors = pool.move_slots(pool_of(layout, padded=padded), old, new)
+    for name, value in pool.read_slots(vectors, new).items():
+        assert (bits(value) == bits(before[name])).all()
+    none = pool.move_slots(vectors, old[:0], new[:0])
+    for given, error, words in (
+        ((np.array([1, 2]), np.array([3, 3])), KernelError, "named twice"),
+        ((np.array([1, 48]), np.array([3, 4])), KernelError, "slot 48"),
+        ((np.array([1, 2]), np.array([3])), ShapeError, "2 slots to 1"),
+    ):
+        with pytest.raises(error, match=words):
+            pool.move_slots(none, *given)
+    with pytest.raises(ShapeError, match="127"):
+        pool.read_slots({name: jnp.zeros((3, 6, 8, 2, 127)) for name in "kv"}, np.array([1]), layout)
+
+
+@formats
+def test_keys_rotate_where_they_lie(name, format, packing):
+    """Two chunks by offsets of their own in one launch, as `relocate` rotates them; in an engine's pages alike."""
+    layout, slots = LAYOUTS[name], slots_of(21)
+    axes = () if layout.rope.axes is None else (3,)
+    offset = np.where(np.arange(21) < 9, 5, -1000).reshape(21, *(1 for _ in axes)) * np.ones((21, *axes), np.int64)
+    rows = pool.read_slots(pool_of(layout), slots, layout)
+    relocated = kvp.relocate(layout, rows, np.zeros((21, *axes), np.int32), offset)
+    ours = pool.rotate_slots(layout, pool_of(layout), slots, offset)
+    for channel, value in pool.read_slots(ours, slots, layout).items():
+        np.testing.assert_allclose(value, relocated[channel], rtol=1e-6, atol=1e-6)
+
+    pages = format.rotate(layout, format.to_pages(layout, pool_of(layout), packing), slots, offset)
+    np.testing.assert_allclose(pages, format.to_pages(layout, ours, packing), rtol=1e-6, atol=1e-6)
+    others = np.setdiff1d(np.arange(TOTAL), slots)
+    for left in (ours, format.from_pages(layout, pages)):
+        assert same(pool.read_slots(left, others), pool.read_slots(pool_of(layout), others))
+        still = next(channel.name for channel in layout.channels if not channel.rotates)
+        assert (bits(left[still]) == bits(pool_of(layout)[still])).all()
+
+
+def test_rotating_compiles_once_for_a_bucket():
+    layout = LAYOUTS["gqa"]
+    pages, counts = pool.RAGGED.to_pages(layout, pool_of(layout)), []
+    for tokens, offset in ((17, 3), (30, -9), (32, np.arange(32))):
+        with compilations() as compiled:
+            pages = pool.RAGGED.rotate(layout, pages, slots_of(tokens, tokens), offset)
+        counts.append(len(compiled))
+    assert counts[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["mla", pytest.param("yarn", marks=nightly)])
+def test_keys_that_rotate_from_a_source_have_one_rounding(name):
+    """However often they move, to the same slots or to others: bit-equal to what is written there at once."""
+    chunk = chunk_of(name, dtype=jnp.bfloat16, length=19)
+    layout, slots, elsewhere, length = chunk.layout, slots_of(24), slots_of(24, 1), np.int32(19)
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
+
+    def written(start, slots):
+        empty = pool.with_source(layout, pool.make_pool(layout, PAGES, PAGE_SIZE))
+        return pool.write_piece(
+            layout, empty, slots, chunk.local, np.int32(start), length, dict(chunk.kv), dict(patch.operands)
+        )
+
+    starts = lambda start: np.full(24, start, np.int32)
+    pools = written(0, slots)
+    for start in (3, 40, 900):
+        given = pools
+        pools = pool.rotate_pieces(layout, pools, slots, slots, chunk.local, starts(start), length, whole=False)
+        assert all(value.is_deleted() for value in jax.tree.leaves(given))
+    assert same(pools.engine, written(900, slots).engine)
+    pools = pool.rotate_pieces(layout, pools, slots, elsewhere, chunk.local, starts(7), length, whole=True)
+    rows, fresh = (pool.read_rows(these, elsewhere[:19]) for these in (pools, written(7, elsewhere)))
+    assert same(rows.engine, fresh.engine)
+    assert same(rows.source, fresh.source)
+
+    # Without a `Pools`: the source is an argument.
+    ours = pool.splice(pool.make_pool(layout, PAGES, PAGE_SIZE), slots, kvp.Placed(chunk))
+    source = {channel: value[:, :19] for channel, value in chunk.kv.items()}
+    for start in (3, 900):
+        ours = pool.rotate_slots(layout, ours, slots[:19], np.asarray(chunk.local[:19]) + start, source)
+    assert same(ours, pool.splice(pool.make_pool(layout, PAGES, PAGE_SIZE), slots, kvp.Placed(chunk, None, 900)))
+
+
+@formats
+def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, format, packing):
+    """Keys rotated back in float32 are the cache's own when they are placed again; rotated in bfloat16 they are not."""
+    chunk = chunk_of(name, dtype=jnp.bfloat16)
+    layout, slots = chunk.layout, slots_of(chunk.tokens)
+    (rotating,) = (channel.name for channel in layout.channels if channel.rotates)
+    cached = kvp.to_engine(layout, chunk.kv, chunk.local, 70)
+    spliced = pool.splice(pool.make_pool(layout, PAGES, PAGE_SIZE), slots, kvp.Placed(chunk, None, 70))
+    expected, wrong = format.to_pages(layout, spliced, packing), {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        kv = kvp.to_phase_free(layout, EngineKV({**cached, rotating: cached[rotating].astype(dtype)}), chunk.local, 70)
+        again = kvp.Placed(dataclasses.replace(chunk, kv=kv), None, 70)
+        pages = format.splice([jnp.zeros_like(page) for page in expected], slots, again)
+        wrong[dtype] = (bits(np.stack(pages)) != bits(np.stack(expected))).sum()
+    assert wrong[jnp.float32] == 0
+    assert wrong[jnp.bfloat16] > 20
+
+
+def spliced_sequence(layout: kvp.KVLayout, sizes: tuple[int, ...], rank: int) -> tuple[dict, np.ndarray, dict]:
+    """Chunks of `sizes` tokens one behind the other in pages [4, 1, 5, 0]; and the same KV made directly."""
+    table = np.array([4, 1, 5, 0])
+    places = (table[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int32)
+    vectors, start, parts, ids = pool_of(layout), 0, [], ()
+    for seed, tokens in enumerate(sizes):
+        given = {"kv": kv_of(layout, tokens, seed), "local": local_of(layout, tokens), "span": tokens}
+        chunk = kvp.Chunk(**given, length=tokens, id=f"B{seed}", layout=layout, backbone="tiny")
+        conditioned = conditioned_of(chunk, rank, seed)
+        patch = kvp.form_patch(chunk, conditioned, rank, ids, method="exact") if seed else None
+        vectors = pool.splice(vectors, places[start : start + tokens], kvp.Placed(chunk, patch, start, ids))
+        parts.append(kvp.to_engine(layout, conditioned if seed else chunk.kv, chunk.local, start))
+        start, ids = start + tokens, (*ids, chunk.id)
+    whole = {name: jnp.concatenate([part[name] for part in parts], axis=1) for name in layout.names}
+    return vectors, places[:start], whole
+
+
+@pytest.mark.nightly
+def test_jaxs_ragged_paged_attention_over_spliced_pages_equals_attention_over_recomputed_kv(monkeypatch):
+    from jax.experimental.pallas import tpu as pltpu
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+
+    layout = kvp.KVLayout.gqa(1, 2, 128, kvp.Rope(1e6, 128))
+    vectors, slots, recomputed = spliced_sequence(layout, (5, 9, 12), 3)
+    pages = pool.RAGGED.to_pages(layout, vectors)[0]
+    queries = placed(np.random.default_rng(2).standard_normal((3, 8, 128)), jnp.float32)
+    table = placed(pool.pages_of(slots, PAGE_SIZE))[None]
+    lengths = [placed(values, jnp.int32) for values in ([slots.size], [0, 3], [1])]
+    # The interpreter cannot read through a reshaped reference: the kernel gets the loaded pages instead. Nor does it
+    # take masked stores whose first axis is the longest: as many query heads to a KV head as queries to a block.
+    wait = kernel.MultiPageAsyncCopyDescriptor.wait
+    monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", lambda self: wait(self)[...])
+    blocks = {"sm_scale": 128**-0.5, "num_kv_pages_per_block": 2, "num_queries_per_block": 4}
+    with pltpu.force_tpu_interpret_mode():
+        result = kernel.ragged_paged_attention(queries, pages, lengths[0], table, *lengths[1:], **blocks)
+    k, v = (np.repeat(np.asarray(recomputed[name][0], np.float64), 4, axis=1) for name in ("k", "v"))
+    scores = np.einsum("qnh,snh->nqs", np.asarray(queries, np.float64), k) * 128**-0.5
+    seen = np.arange(slots.size)[None] <= slots.size - 3 + np.arange(3)[:, None]
+    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(result, np.einsum("nqs,snh->qnh", weights, v), atol=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"slots": np.zeros(24, np.int32)}, KernelError, "named twice"),
+        ({"slots": np.arange(24, dtype=np.int32) + 25}, KernelError, "slot 48"),
+        ({"slots": np.arange(23, dtype=np.int32)}, ShapeError, r"\(23,\)"),
+        ({"start": np.nan}, InputError, "nan"),
+        ({"antecedent": ("C",)}, StalePatchError, "'C'"),
+        ({"chunk": chunk_of("gqa", seed=3)}, PatchMismatchError, "'B3'"),
+        ({"chunk": chunk_of("gqa", dtype=jnp.bfloat16), "patch": None}, ShapeError, "bfloat16"),
+        ({"chunk": chunk_of("mha"), "patch": None}, ShapeError, r"expected \[2, P, O, 4, 16\]"),
+        ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16))}}, LayoutError, "pool"),
+        ({"pool": {name: jnp.zeros((3, 6, 8, 2, 18)) for name in "kv"}}, ShapeError, "pool"),
+        ({"pool": {name: jnp.zeros((3, 6, 8, 2, 16), jnp.int8) for name in "kv"}}, ShapeError, "int8"),
+        ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16)), "v": jnp.zeros((3, 5, 8, 2, 16))}}, ShapeError, "pages"),
+        ({"pool": np.zeros((3, 6, 8, 2, 16), np.float32)}, LayoutError, "ndarray"),
+        ({"pool": {"k": [[0.0]], "v": [[0.0]]}}, ShapeError, "list"),
+        ({"chunk": kv_of(LAYOUTS["gqa"], 24), "patch": None}, InputError, "dict; expected a Chunk"),
+        ({"slots": np.linspace(0, 1, 24)}, KernelError, "float64"),
+        ({"slots": None}, KernelError, "object"),
+    ],
+)
+def test_refuses_before_it_writes(unchecked, change, error, words):
+    chunk = chunk_of("gqa")
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
+    given = {"chunk": chunk, "patch": patch, "start": 4, "antecedent": ("A",)} | change
+    vectors, slots = given.pop("pool", pool_of(chunk.layout)), given.pop("slots", slots_of(24))
+    with pytest.raises(error, match=words):
+        pool.splice(vectors, slots, kvp.Placed(**given))
+    arrays = [leaf for leaf in jax.tree.leaves(vectors) if isinstance(leaf, jax.Array)]
+    assert not any(value.is_deleted() for value in arrays)
+
+
+def test_refuses_before_it_rotates(unchecked):
+    layout, slots, keys = LAYOUTS["gqa"], slots_of(24), chunk_of("gqa").kv["k"]
+    vectors, pages = pool_of(layout), pool.RAGGED.to_pages(layout, pool_of(layout))
+    rotate = lambda slots, offset, *source: pool.rotate_slots(layout, vectors, slots, offset, *source)
+    for call, error, words in (
+        (lambda: rotate(slots + 30, 1), KernelError, "expected 0 to 47"),
+        (lambda: rotate(slots, 0.5), InputError, "integers"),
+        (lambda: rotate(slots, 1, {"k": keys[:, 1:]}), ShapeError, "source"),
+        (lambda: rotate(slots, 1, {"v": keys}), ShapeError, "None"),
+        (lambda: pool.RAGGED.rotate(layout, pages, slots + 30, 1), KernelError, "expected 0 to 47"),
+        (lambda: pool.RAGGED.rotate(layout, pages, slots, np.zeros(23, np.int32)), InputError, r"\(23,\)"),
+        (lambda: pool.RAGGED.rotate(layout, pages, slots, 2**31), InputError, "2147483648"),
+        (lambda: pool.RAGGED.rotate(layout, pages[:2], slots, 1), ShapeError, "2 layers"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    assert not any(value.is_deleted() for value in (*vectors.values(), *pages))
+
+
+def test_a_donated_pool_is_refused_by_name():
+    chunk = chunk_of("gqa")
+    layout, slots = chunk.layout, slots_of(24)
+    vectors = pool_of(layout)
+    after = pool.splice(vectors, slots, kvp.Placed(chunk, None, 4))
+    for use in (
+        lambda: pool.splice(vectors, slots, kvp.Placed(chunk, None, 4)),
+        lambda: pool.read_slots(vectors, slots),
+        lambda: pool.read_slots(vectors, slots, layout),
+        lambda: pool.move_slots(vectors, np.array([1]), np.array([2])),
+        lambda: pool.RAGGED.to_pages(layout, vectors),
+    ):
+        with pytest.raises(PoolError, match=r"donated.*expected the pool that"):
+            use()
+    pool.read_slots(after, slots)
+
+
+def test_slots_that_are_read_are_checked(unchecked):
+    vectors = pool_of(LAYOUTS["gqa"])
+    total = vectors["k"].shape[1] * vectors["k"].shape[2]
+    for slots in (np.array([0, total]), np.array([-1]), np.array([0.5])):
+        with pytest.raises(KernelError, match=r"expected (0 to|int32)"):
+            pool.read_slots(vectors, slots)
+    with pytest.raises(ShapeError, match=r"slots of shape \(1, 2\); expected \[T\]"):
+        pool.read_slots(vectors, np.array([[0, 1]]))
+    assert pool.read_slots(vectors, np.array([1, 1]))["k"].shape[1] == 2
