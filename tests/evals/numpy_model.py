@@ -50,13 +50,13 @@ class Decoder:
         """
         tokens, past = len(x), 0 if cache is None else cache["k"].shape[1]
         seen = np.tri(tokens, past + tokens, past, dtype=bool) if seen is None else seen
-        kept = []
+        layers = []
         for layer in range(self.layers):
             normed = self._norm(x, f"{layer}.input_layernorm")
             q, k, v = (
                 self._linear(normed, f"{layer}.self_attn.{word}_proj").reshape(tokens, -1, self.width) for word in "qkv"
             )
-            kept.append((k, v))
+            layers.append((k, v))
             keys, values = self.rotate(k, positions), v
             if cache is not None:
                 keys, values = (np.concatenate([cache[n][layer], new]) for n, new in (("k", keys), ("v", values)))
@@ -75,7 +75,7 @@ class Decoder:
             gate = self._linear(normed, f"{layer}.mlp.gate_proj")
             gated = gate / (1 + np.exp(-gate)) * self._linear(normed, f"{layer}.mlp.up_proj")
             x = x + self._linear(gated, f"{layer}.mlp.down_proj")
-        return x, {name: np.stack(values) for name, values in zip("kv", zip(*kept, strict=True), strict=True)}
+        return x, {name: np.stack(values) for name, values in zip("kv", zip(*layers, strict=True), strict=True)}
 
     def log_probabilities(self, x: np.ndarray) -> np.ndarray:
         """Computes the distributions [T, V] of next tokens from what the last layer leaves, in float64."""

@@ -175,9 +175,9 @@ class Histories:
         for ids, places in self.questions:
             logits = []
             for parts in (self.promised(), served):
-                whole = {name: np.concatenate([part[name] for part in parts], axis=2) for name in parts[0]}
+                window = {name: np.concatenate([part[name] for part in parts], axis=2) for name in parts[0]}
                 at = np.broadcast_to(np.array(places, np.int32), (WINDOWS, len(places)))
-                output = np.asarray(self.behind(whole, whole["k"].shape[2], ids, at).logits, np.float64)
+                output = np.asarray(self.behind(window, window["k"].shape[2], ids, at).logits, np.float64)
                 logits.append(output - np.log(np.exp(output).sum(-1, keepdims=True)))
             losses.append((np.exp(logits[0]) * (logits[0] - logits[1])).sum(-1).mean())
         return float(np.mean(losses))
@@ -212,8 +212,8 @@ def test_stored_prefills_lose_what_prefills_of_the_other_histories_lose(historie
             parts = [histories.last_of([lead, *history[place]]) for history in several]
             other[place] = {name: np.mean([part[name] for part in parts], axis=0) for name in parts[0]}
         for count in (1, 3, CHUNKS):
-            kept = CHUNKS + 1 - count
-            expected = histories.loss([*promised[:kept], *(other[place] for place in range(kept, CHUNKS + 1))])
+            front = CHUNKS + 1 - count
+            expected = histories.loss([*promised[:front], *(other[place] for place in range(front, CHUNKS + 1))])
             agrees(measured, expected, likeness, 0, count - 1)
 
 
@@ -235,8 +235,8 @@ def test_canonicals_lose_what_pieces_alone_lose_and_full_patches_nothing(histori
     few = certify(histories.windows(), FEW, tmp_path, {"model": "small"}, level=0.5)
     promised, alone = histories.promised(), [histories.last_of([ids]) for ids in [histories.lead, *histories.pieces]]
     for count in (1, 3, CHUNKS):
-        kept = CHUNKS + 1 - count
-        agrees(few, histories.loss([*promised[:kept], *alone[kept:]]), "bare", 0, count - 1)
+        front = CHUNKS + 1 - count
+        agrees(few, histories.loss([*promised[:front], *alone[front:]]), "bare", 0, count - 1)
         agrees(few, 0.0, "stored", 64, count - 1)
     agrees(few, 0.0, "prefill", 0, CHUNKS - 1)
     assert [plan.windows for plan in few.plans] == [1] * len(few.plans) != []

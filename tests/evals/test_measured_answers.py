@@ -10,7 +10,7 @@ import pytest
 from evals.harness.methods import parse
 from evals.harness.parts import Shard, run_parts
 from evals.measure import agent, job, report
-from evals.measure.contexts import MeasuredContext, frame_of
+from evals.measure.contexts import MeasuredContext, embedded, frame_of, ids_of
 from evals.measure.items import Item, Piece
 from evals.measure.measured import AnswerReader, Setup, serve
 from kvpatch_jax import Text
@@ -92,6 +92,16 @@ def test_a_first_piece_is_exact_and_a_patch_of_full_rank_mends_the_others(loaded
     assert patched["agrees"]
     assert patched["kl"] < 1e-6
     assert blind["kl"] > least
+    # KL once more: over the tokens of re-prefill's answer, each behind those before it.
+    context, frame, logs = reader.context, reader.context.frame, []
+    ids = [*ids_of(backbone, frame.before, QUESTION, frame.behind), *reader.answer[:-1]]
+    tokens = embedded(backbone, {"input_ids": np.array([ids], np.int32)}).shift(np.int32(context.line.end))
+    for cache in (context.reference, context.blind):
+        logits = np.asarray(backbone.prefill(tokens, cache, logits="all").logits, np.float64)
+        logits = logits[0, -len(reader.answer) :]
+        logs.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean()
+    assert blind["kl"] == pytest.approx(expected, rel=1e-2, abs=1e-7)
     # Where the data has no answer, re-prefill's is right.
     assert answer(reader, "re-prefill")["score"] == 1
     assert answer(asked(backbone, pages[:1], "plain"), "blind")["kl"] < 1e-6

@@ -66,8 +66,8 @@ def second_answers(
     # Every image alone, from position 0, and all of them as one prompt.
     local = [positions[part] - positions[part][0] for part in prefix.slices]
     alone = [decoder.run(x[part], places)[1] for part, places in zip(prefix.slices, local, strict=True)]
-    whole = decoder.run(x, positions)[1]
-    page, truth = alone[-1], cut(whole, prefix.page.start)
+    prompt = decoder.run(x, positions)[1]
+    page, truth = alone[-1], cut(prompt, prefix.page.start)
     packed = {"k": few_bits(page["k"], 4, 32, axis=1), "v": few_bits(page["v"], 4, 32, axis=-1)}
     three_bits = {name: few_bits(value, 3, None, axis=1) for name, value in truth.items()}
     pages = (page, rank_patch(page, truth, 8), rank_patch(packed, truth, 8, bits=4), three_bits)
@@ -76,7 +76,7 @@ def second_answers(
     places = np.repeat((moved.max() + 1 + asked.step)[:, None], 3, axis=1)
     among = (asked.number[:, None] == asked.number) & np.tri(asked.number.size, dtype=bool)
     seen = np.concatenate([np.ones((len(ids), len(x)), bool), among], axis=1)
-    for kv in (whole, *(joined([*alone[:-1], form]) for form in pages)):
+    for kv in (prompt, *(joined([*alone[:-1], form]) for form in pages)):
         left, _ = decoder.run(decoder.embed(ids), places, decoder.place(kv, moved), seen)
         yield decoder.log_probabilities(left)
 

@@ -104,7 +104,10 @@ def divergences(images: TaskPieces, operation: str) -> Iterator[tuple[str, dict[
     for measured in OPERATIONS[operation](images, np.random.default_rng(1)):
         valid, reference = measured.questions.valid, measured.answers[REFERENCE]
         assert valid.any()
-        yield measured.probe, {arm: said.divergence_from(reference)[valid] for arm, said in measured.answers.items()}
+        yield (
+            measured.probe,
+            {arm: answers.divergence_from(reference)[valid] for arm, answers in measured.answers.items()},
+        )
 
 
 @pytest.mark.nightly
