@@ -209,7 +209,7 @@ class ProbeRecords:
         value = float(np.corrcoef(np.array(pairs).T)[0, 1])
         # Fisher's transformation.
         spread = 1.96 / np.sqrt(len(pairs) - 3)
-        low, high = np.tanh(np.arctanh(min(value, 1 - 1e-9)) + np.array([-spread, spread]))
+        low, high = np.tanh(np.arctanh(np.clip(value, 1e-9 - 1, 1 - 1e-9)) + np.array([-spread, spread]))
         return Interval(value, float(low), float(high), len(pairs))
 
     def _deficit_rows(self, probe: str, model: str) -> Iterator[Row]:

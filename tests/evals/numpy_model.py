@@ -1,4 +1,4 @@
-"""Decoders, patches and few bits a second time: in NumPy, from their definitions, without any code of the library.
+"""A decoder, patches and few bits a second time: in NumPy, from their definitions, without any code of the library.
 
 Axis letters: L layers, T tokens, S tokens of a cache, N query heads, K KV heads, G = N / K, H width of a head, R ranks.
 KV is {"k": [L, T, K, H], "v": …}, keys without phase until `Decoder.place` rotates them.
@@ -8,22 +8,16 @@ import dataclasses
 import json
 from pathlib import Path
 
-import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
 KV = dict[str, np.ndarray]
 GROUP = 32
-GGUF_NAMES = {
-    **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"},
-    **{f"attn_{word}": f"self_attn.{word}_proj" for word in "qkv"},
-    **{f"ffn_{word}": f"mlp.{word}_proj" for word in ("gate", "up", "down")},
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder of Llama's and Qwen2's kind; weights by Hugging Face's names, those of layers as "<layer>.<name>"."""
+    """A decoder of Qwen2's kind; weights by Hugging Face's names, those of layers as "<layer>.<name>"."""
 
     weights: dict[str, np.ndarray]
     layers: int
@@ -43,29 +37,6 @@ class Decoder:
         sections = tuple(config["rope_scaling"]["mrope_section"])
         return cls(weights, layers, heads, width, config["rope_theta"], config["rms_norm_eps"], sections)
 
-    @classmethod
-    def of_gguf(cls, path: Path) -> "Decoder":
-        """Reads a Llama in float32, whose rows of queries and keys stand in pairs, and whose embedding is its head."""
-        file, weights = gguf.GGUFReader(path), {}
-        fields = {name: field.contents() for name, field in file.fields.items()}
-        layers, heads, kv_heads, theta, epsilon = (
-            fields[f"llama.{name}"]
-            for name in (
-                *("block_count", "attention.head_count", "attention.head_count_kv"),
-                *("rope.freq_base", "attention.layer_norm_rms_epsilon"),
-            )
-        )
-        for tensor in file.tensors:
-            value = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            _, layer, part, *_ = [*tensor.name.split("."), "", ""]
-            if part in ("attn_q", "attn_k"):
-                pairs = value.reshape(heads if part == "attn_q" else kv_heads, -1, 2, value.shape[1])
-                value = pairs.swapaxes(1, 2).reshape(value.shape)
-            weights[f"{layer}.{GGUF_NAMES[part]}.weight" if part in GGUF_NAMES else tensor.name] = value
-        weights["norm.weight"] = weights["output_norm.weight"]
-        weights["embed_tokens.weight"] = weights["lm_head.weight"] = weights["token_embd.weight"]
-        return cls(weights, layers, heads, fields["llama.rope.dimension_count"], theta, epsilon)
-
     def embed(self, ids: np.ndarray) -> np.ndarray:
         return self.weights["embed_tokens.weight"][ids]
 
@@ -79,13 +50,13 @@ class Decoder:
         """
         tokens, past = len(x), 0 if cache is None else cache["k"].shape[1]
         seen = np.tri(tokens, past + tokens, past, dtype=bool) if seen is None else seen
-        kept = []
+        layers = []
         for layer in range(self.layers):
             normed = self._norm(x, f"{layer}.input_layernorm")
             q, k, v = (
                 self._linear(normed, f"{layer}.self_attn.{word}_proj").reshape(tokens, -1, self.width) for word in "qkv"
             )
-            kept.append((k, v))
+            layers.append((k, v))
             keys, values = self.rotate(k, positions), v
             if cache is not None:
                 keys, values = (np.concatenate([cache[n][layer], new]) for n, new in (("k", keys), ("v", values)))
@@ -104,7 +75,7 @@ class Decoder:
             gate = self._linear(normed, f"{layer}.mlp.gate_proj")
             gated = gate / (1 + np.exp(-gate)) * self._linear(normed, f"{layer}.mlp.up_proj")
             x = x + self._linear(gated, f"{layer}.mlp.down_proj")
-        return x, {name: np.stack(values) for name, values in zip("kv", zip(*kept, strict=True), strict=True)}
+        return x, {name: np.stack(values) for name, values in zip("kv", zip(*layers, strict=True), strict=True)}
 
     def log_probabilities(self, x: np.ndarray) -> np.ndarray:
         """Computes the distributions [T, V] of next tokens from what the last layer leaves, in float64."""
@@ -166,47 +137,14 @@ def _bfloat16_above(x: np.ndarray) -> np.ndarray:
 
 
 def rank_patch(base: KV, conditioned: KV, rank: int, bits: int = 0) -> KV:
-    """Adds the first directions of what a base lacks, in each layer and channel; factors in few bits, or whole."""
-    ranks = {name: np.full(len(value), rank) for name, value in base.items()}
-    return _patched(base, _factorised(base, conditioned), ranks, bits)
-
-
-def budget_patch(base: KV, conditioned: KV, share: float) -> tuple[KV, int]:
-    """Adds as many directions in 4 bits as a share of the KV's bytes, in 16 bits, holds; returns also their bytes.
-
-    Directions are taken by σ² / (Σ σ² of their layer and channel)^½, the largest first. One costs a row of u and of v,
-    and in the highest layer of its channel 2 bytes in each layer's row of a table.
-    """
-    factors, entries = _factorised(base, conditioned), list[tuple[float, str, int, int]]()
-    ranks = {name: np.zeros(len(value), int) for name, value in base.items()}
-    for name, (_, singular, _) in factors.items():
-        norms = np.sqrt((singular**2).sum(-1))
-        # Layers without a deficit, but for roundings, have no claim.
-        energies = singular**2 / np.maximum(norms, 1e-3 * norms.max())[:, None]
-        entries += [(-energy, name, *place) for place, energy in np.ndenumerate(energies)]  # pyright: ignore
-    left = budget = int(share * 2 * sum(value.size for value in base.values()))
-    for _, name, layer, rank in sorted(entries):
-        layers, tokens, *heads = base[name].shape
-        cost = sum(-(-size // 2) + 2 * -(-size // GROUP) for size in (tokens, int(np.prod(heads))))
-        cost += 2 * layers * (rank == ranks[name].max())
-        if rank == ranks[name][layer] and cost <= left:
-            ranks[name][layer] += 1
-            left -= cost
-    return _patched(base, factors, ranks, 4), budget - left
-
-
-def _factorised(base: KV, conditioned: KV) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    deficits = {name: (conditioned[name] - value).astype(np.float64) for name, value in base.items()}
-    return {name: np.linalg.svd(d.reshape(*d.shape[:2], -1), full_matrices=False) for name, d in deficits.items()}
-
-
-def _patched(base: KV, factors: dict, ranks: dict[str, np.ndarray], bits: int) -> KV:
+    """Adds the first directions of what a base lacks, in each layer and channel; factors in few bits, or exact."""
     patched = {}
-    for name, (u, singular, v) in factors.items():
-        u, v = (u * singular[:, None]).swapaxes(1, 2), v
+    for name, value in base.items():
+        deficit = (conditioned[name] - value).astype(np.float64).reshape(*value.shape[:2], -1)
+        u, singular, v = np.linalg.svd(deficit, full_matrices=False)
+        u = (u * singular[:, None])[..., :rank].swapaxes(1, 2)
+        v = v[:, :rank]
         if bits:
-            u, v = (few_bits(value, bits, GROUP, -1, symmetric=True) for value in (u, v))
-        taken = np.arange(u.shape[1]) < ranks[name][:, None]
-        correction = (u * taken[..., None]).swapaxes(1, 2) @ v
-        patched[name] = (base[name] + correction.reshape(base[name].shape)).astype(base[name].dtype)
+            u, v = (few_bits(factor, bits, GROUP, -1, symmetric=True) for factor in (u, v))
+        patched[name] = (value + (u.swapaxes(1, 2) @ v).reshape(value.shape)).astype(value.dtype)
     return patched

@@ -1,21 +1,26 @@
-"""Agents' loops: what policies show, what each way computes, and that sessions compute what is priced."""
+"""A loop shows what its agent showed, is priced by what each way must compute, and sessions compute just that."""
 
+import base64
+import gzip
+import io
 import json
 
+import numpy as np
 import pytest
 
 from evals.harness.datasets import Run
+from evals.loops.computer_use import read_computer_use
 from evals.loops.costs import PrefixCache, Survivors, changes, tokens
-from evals.loops.dataset import ALONE, LOOPS
+from evals.loops.dataset import LOOPS
 from evals.loops.drawn import drawn_episode
-from evals.loops.episodes import Episode, Prompt, PromptPiece, Round, Shown
+from evals.loops.episodes import OMITTED, Episode, PromptPiece, Round, Shown, episodes_of, recorded_prompts
+from evals.loops.mooncake import read_mooncake
 from evals.loops.policies import POLICIES, prompts_of
 from evals.loops.replay import SessionReplay
-from evals.trained import shipped
+from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import Buckets, load
-
-MODEL = "documents/qwen2_5_vl"
+from kvpatch_jax.traces import Event, Trace
 
 
 def shown(content: str, size: int = 10) -> Shown:
@@ -37,10 +42,6 @@ def contents(policy: str, screens: str) -> list[list[str]]:
     return [[piece.shown.content for piece in pieces[1:] if "reply" not in piece.id] for pieces in prompts]
 
 
-def spent(way, prompts: list[Prompt]) -> list[int]:
-    return [tokens(way.computed(prompt.pieces)) for prompt in prompts]
-
-
 @pytest.mark.parametrize(
     ("policy", "screens", "shown"),
     [
@@ -49,38 +50,37 @@ def spent(way, prompts: list[Prompt]) -> list[int]:
         ("placeholder-1", "abc", "goal|gone|gone|c"),
         ("sliding", "abcdefghij", "goal|c|d|e|f|g|h|i|j"),
         ("dedup", "aaba", "goal|a|gone|b|gone"),
+        # Eight leave together when there would be more than twenty.
+        ("batch-8-at-20", "abcdefghijklmnopqrst", "goal|" + "|".join("abcdefghijklmnopqrst")),
+        ("batch-8-at-20", "abcdefghijklmnopqrstu", "goal" + "|gone" * 8 + "|" + "|".join("ijklmnopqrstu")),
     ],
 )
 def test_a_policy_shows_what_its_agent_shows(policy: str, screens: str, shown: str):
     assert contents(policy, screens)[-1] == shown.split("|")
 
 
-def test_eight_screenshots_leave_together_when_there_would_be_more_than_twenty():
-    prompts = contents("batch-8-at-20", "abcdefghijklmnopqrstuvwxyz012")
-    assert [prompt.count("gone") for prompt in prompts] == [0] * 20 + [8] * 8 + [16]
-    assert prompts[20][1:10] == ["gone"] * 8 + ["i"]
-
-
 def test_a_prompt_becomes_another_by_leaving_replacing_and_entering():
     before = [PromptPiece(name, shown(name)) for name in ("s", "g", "a", "b", "c")]
     after = [before[0], PromptPiece("g", shown("g and more")), before[3], before[4], PromptPiece("d", shown("d"))]
-    found = changes(before, after)
-    assert [piece.id for piece in found.evicted] == ["a"]
-    assert [piece.shown.content for piece in found.replaced] == ["g and more"]
-    assert [piece.id for piece in found.entering] == ["d"]
+    change = changes(before, after)
+    assert [piece.id for piece in change.evicted] == ["a"]
+    assert [piece.shown.content for piece in change.replaced] == ["g and more"]
+    assert [piece.id for piece in change.entering] == ["d"]
     # What would have to move to the front enters anew, with all behind it.
     turned = changes(before, [before[0], before[3], before[2], before[4]])
     assert [piece.id for piece in turned.entering] == ["a", "c"]
 
 
-def test_a_list_that_grows_in_front_costs_a_prefix_cache_all_images():
+def test_ways_cost_what_is_counted_by_hand():
     prompts = prompts_of(episode("abcdefgh"), POLICIES["four-rounds"])
-    prompt = 10 + 10 + 2 * 4 + 4 * 100 + 3 * 10
-    assert spent(PrefixCache(), prompts)[-1] == prompt - 10  # the system text is a prefix that stays
-    assert spent(Survivors(), prompts)[-1] == 10 + 2 * 4 + 10 + 100  # the list, a reply, a screenshot
+    prefix, survivors = (
+        [tokens(way.computed(prompt.pieces)) for prompt in prompts] for way in (PrefixCache(), Survivors())
+    )
+    # A list that grows in front costs a prefix cache all images; the system text is a prefix that stays.
+    assert prefix[-1] == 10 + 2 * 4 + 4 * 100 + 3 * 10
+    assert survivors[-1] == 10 + 2 * 4 + 10 + 100  # the list, a reply, a screenshot
 
-
-def test_an_order_for_the_cache_puts_known_pieces_first():
+    # An order for the cache puts known pieces first.
     cache = PrefixCache()
     pages = [PromptPiece(f"page {name}", shown(name, 100), movable=True) for name in "abcd"]
     system = PromptPiece("system", shown("system"))
@@ -90,7 +90,7 @@ def test_an_order_for_the_cache_puts_known_pieces_first():
     assert tokens(cache.computed(order)) == 100
 
 
-@pytest.mark.parametrize("loop", ["four-rounds", "placeholder-1"])
+@pytest.mark.parametrize("loop", ["four-rounds", pytest.param("placeholder-1", marks=pytest.mark.nightly)])
 def test_a_session_computes_what_is_priced(loop):
     """Screenshots that never come back: `remember` is what stays, `exact` is the prefix cache without its loss."""
     drawn = drawn_episode("walk", "e", 3, 6)
@@ -99,42 +99,130 @@ def test_a_session_computes_what_is_priced(loop):
         for number, passed in enumerate(drawn.rounds)
     ]
     prompts = prompts_of(drawn._replace(rounds=tuple(rounds)), POLICIES[loop])
-    backbone = load(shipped(MODEL), dtype="float32", buckets=Buckets(64, 1))
+    backbone = load(shipped(MAIN), dtype="float32", buckets=Buckets(64, 1))
     for arm, way in (("remember", Survivors()), ("exact", PrefixCache())):
         replay = SessionReplay(backbone, arm)
         served = [tokens(replay.serve(prompt.pieces)) for prompt in prompts]
         kls, flips = replay.divergence(prompts[-1].questions)
         replay.close()
-        assert served == spent(way, prompts)
+        assert served == [tokens(way.computed(prompt.pieces)) for prompt in prompts]
         if arm == "exact":
             assert max(kls) < 1e-6
             assert not any(flips)
 
 
-def test_rows_do_not_depend_on_the_order_of_parts():
-    run = Run({}, ("four-rounds", "sliding"), ("re-prefill", "prefix cache", "remember"), 3, 1, 5, {"long": 12})
-    parts = LOOPS.parts(run)
-    assert len(parts) == 6
-    records = {part.key: json.loads(json.dumps(list(part.measure()))) for part in parts}
+LINES = [
+    {"timestamp": 0, "session_id": "a", "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
+    {"delay": 500, "session_id": "a", "input_length": 1600, "hash_ids": [0, 1, 3, 4]},
+    {"timestamp": 250.5, "input_length": 600, "output_length": 9},
+    {"delay": 100, "session_id": "a", "input_length": 1300, "hash_ids": [0, 9, 4]},
+    {"session_id": "a", "text_input": "And now?", "output_length": 7},
+]
+
+
+def written(path, lines):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_mooncake_requests_are_windows_of_blocks_priced_without_a_model(tmp_path):
+    path = written(tmp_path / "m.jsonl", LINES)
+    trace = read_mooncake(path)
+    prompts = list(recorded_prompts(trace))
+    contents = [[piece.shown.content.removeprefix("mooncake ") for piece in prompt.pieces] for prompt in prompts]
+    # The request without a session has blocks that nobody else has; by its time it is second.
+    assert contents[:2] == [["0", "1", "2, 76 tokens"], ["3.0", "3.1, 88 tokens"]]
+    assert contents[2:4] == [["0", "1", "3", "4, 64 tokens"], ["0", "9", "4, 276 tokens"]]
+    (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read_mooncake(tmp_path / "m.jsonl.gz").events == trace.events
+
+    settings = {"trace": str(written(path, LINES[:4])), "format": "mooncake"}
+    run = Run({}, (), ("re-prefill", "prefix cache"), 1, 1, 0, settings)
+    records = {part.key: list(part.measure()) for part in LOOPS.parts(run)}
     rows = LOOPS.rows(records)
     assert rows == LOOPS.rows(dict(sorted(records.items())))
-    by_name = {(row["probe"], row["arm"], row["metric"]): row for row in rows}
-    assert by_name["sliding", "prefix cache", "over_prefix_cache"]["value"] == 1
-    ours = by_name["four-rounds", "remember", "over_prefix_cache"]
-    assert ours["low"] <= ours["value"] <= ours["high"] < 1
-    assert {row["model"] for row in rows} == {ALONE}
+    costs = {row["arm"]: row["value"] for row in rows if row["metric"] == "tokens"}
+    assert costs == {"re-prefill": (1100 + 600 + 1600 + 1300) / 4, "prefix cache": (1100 + 600 + 576 + 788) / 4}
+    with pytest.raises(InputError, match="contents are not known"):
+        list(LOOPS.parts(run._replace(models={"m": "some/model"}))[-1].measure())
+
+
+def requests() -> list[dict]:
+    """Two requests of one session, each with its newest screenshot alone, and one that begins again."""
+    system, shots = {"role": "system", "content": "You use a computer."}, []
+    for number in range(3):
+        file = io.BytesIO()
+        image = np.full((28, 28, 3), number, np.uint8)
+        pytest.importorskip("PIL.Image").fromarray(image).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        shots.append({"type": "image_url", "image_url": {"url": url}, "uuid": str(number)})
+    text, gone = ({"type": "text", "text": words} for words in ("Pay the bill.", OMITTED))
+    call = {"id": "1", "type": "function", "function": {"name": "click", "arguments": '{"x": 1}'}}
+    action = {"role": "assistant", "content": None, "tool_calls": [call]}
+    user = lambda *content: {"role": "user", "content": [*content]}
+    conversations = [user(text, shots[0])], [user(text, gone), action, user(shots[1])], [user(shots[2])]
+    return [{"session_id": "a", "messages": [system, *messages]} for messages in conversations]
+
+
+def test_computer_use_shows_what_each_request_shows(tmp_path):
+    trace = read_computer_use(written(tmp_path / "h.jsonl", requests()))
+    prompts = list(recorded_prompts(trace))
+    kinds = [[piece.id.partition(" ")[0] for piece in prompt.pieces] for prompt in prompts]
+    assert kinds[:2] == [["text", "text", "screen"], ["text"] * 3 + ["screen"]]
+    assert [prompt.session for prompt in prompts] == ["a", "a", "a #2"]
+    first, again = episodes_of(trace)
+    assert (len(first.rounds), len(again.rounds)) == (2, 1)
+    assert first.system == Shown("You use a computer.\nPay the bill.", 8, "You use a computer.\nPay the bill.")
+    assert "click" in str(first.rounds[0].reply)
+    image = pytest.importorskip("PIL.Image").open(first.rounds[1].screens[0].item)
+    assert image.getpixel((0, 0)) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("read", "change", "message"),
     [
-        ({"probes": ("spinning",)}, "loops.probes: got 'spinning'"),
-        ({"methods": ("magic",)}, "loops.methods: got 'magic'"),
-        ({"settings": {"stride": 3}}, "loops.settings: got 'stride'"),
-        ({"settings": {"trace": "t.jsonl", "format": "tar"}}, "loops.settings.format: got 'tar'"),
+        (read_mooncake, {"hash_ids": [0, 1]}, r"jsonl:1, hash_ids: got 2 for input_length 1100; expected 3"),
+        (read_mooncake, {"input_length": 1 << 29}, r"jsonl:1, hash_ids: .*at most 16384"),
+        (read_mooncake, {"messages": []}, r"jsonl:1, 'messages': got such a field"),
+        (read_computer_use, {"session_id": 3}, "jsonl:1, session_id: got 3"),
+        (
+            read_computer_use,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},
+            "jsonl:1, messages, part 0: got 'https://x'; expected a data URL",
+        ),
     ],
 )
-def test_what_no_loop_has_is_refused(change, message):
-    run = Run({}, (), ("re-prefill",), 1, 1, 0, {})._replace(**change)
+def test_a_line_is_refused_by_its_field(tmp_path, read, change, message):
+    line = LINES[0] if read is read_mooncake else requests()[0]
     with pytest.raises(InputError, match=message):
-        LOOPS.parts(run)
+        read(written(tmp_path / "h.jsonl", [line | change]))
+
+
+def test_a_history_in_front_grows_while_screenshots_leave():
+    text = {"kind": "text", "tokens": 3, "span": 3}
+    events = (
+        Event(0, "a", "add", "h1", "h1", text="One.", **text),
+        Event(1, "a", "add", "s1", "s1", 9, 9, keep=2),
+        Event(2, "a", "add", "s2", "s2", 9, 9, keep=2),
+        Event(3, "a", "replace", "h2", "h2", text="One, two.", replaced="h1", **text),
+        Event(4, "a", "insert", "s0", "s0", 9, 9, before="s2", keep=2),
+        Event(5, "a", "ask", text="and now?"),
+        Event(6, "a", "add", "s3", "s3", 9, 9, keep=1),
+        Event(7, "a", "ask", text="and now?"),
+    )
+    prompts = list(recorded_prompts(Trace(events)))
+    assert [[piece.id for piece in prompt.pieces] for prompt in prompts] == [["h2", "s0", "s2"], ["h2", "s3"]]
+
+
+def test_what_cannot_have_happened_is_refused_by_its_number():
+    first = Event(0, "a", "add", "1", "1", tokens=3, span=3)
+    for last, message in (
+        (Event(1, "a", "fork", branch="b"), "event 1: got a branch of 'a'"),
+        (Event(1, "a", "add", "1"), "event 1, add of 'a'"),
+        (Event(1, "a", "recall", "2"), "event 1, recall of 'a'"),
+        (Event(1, "a", "reorder", order=("1", "2")), "event 1, reorder of 'a'"),
+        (Event(1, "a", "replace", "3", replaced="4"), "event 1, replace of 'a'"),
+        (Event(1, "c", "evict", "1"), "event 1, evict of 'c'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            list(recorded_prompts(Trace((first, last))))

@@ -1,33 +1,38 @@
-"""The task: what is drawn, asked and answered, against plain reading; its layout and its batches of reused pages."""
+"""Contexts follow from seed and number; answers follow from the images shown; a training resumes to the bit."""
 
+import dataclasses
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
+from safetensors.numpy import load_file
 
+from evals.harness import config
 from evals.harness.methods import parse
-from evals.task import contexts as meaning
 from evals.task import faces
 from evals.task.contexts import SIZES, sample
 from evals.task.dataset import DOCUMENTS, TaskBatch
 from evals.task.drawing import images_of
 from evals.task.instances import INSTANCES, instance
-from evals.task.layout import pack, prefix_of
+from evals.task.layout import prefix_of
+from evals.task.preparation import NUMBER, prepared
 from evals.task.questions import KINDS, ask
 from evals.task.reading import place
+from evals.task.recipe import Recipe
+from evals.task.trainer import Trainer
+from evals.task.training import draw_batch
 from evals.task.vocabulary import CODE_NAMES, UNIT_NAMES, VALUE_NAMES, make_tokenizer, vocabulary
-from evals.trained import shipped
-from kvpatch_jax.errors import InputError
+from evals.trained import shipped, shipped_names
+from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import ModelBackbone, load
-from tests.shared.examples import examples
 
 COUNTS = {"page": 3, "sheet": 2, "chain": 4, "override": 2, "aggregate": 2, "list": 1}
+RECIPE = Recipe(steps=6, batch=1, tiny=3, small=2)
 
 
 @pytest.mark.parametrize("kind", ["documents", "plain"])
@@ -42,28 +47,6 @@ def test_a_context_is_drawn_alike_alone_and_in_a_batch(kind: str):
         np.testing.assert_array_equal(others.page_item, contexts.page_item)
         assert (contexts.face < len(faces.SEEN)).all()
         assert (others.face >= len(faces.SEEN)).all()
-
-
-@examples(10)
-@given(seed=st.integers(0, 2**32), size=st.sampled_from(sorted(SIZES)))
-def test_codes_are_unique_and_one_value_of_a_letter_leads(seed: int, size: str):
-    """No page repeats an item or a code; few items are on two sheets, and differ there; a letter has one leader."""
-    contexts = sample(np.random.default_rng(seed), 1, SIZES[size])
-    entries = contexts.sheet_item.ravel().tolist()
-    page, codes = contexts.page_item[0].tolist(), contexts.page_code[0].tolist()
-    assert len(set(page)) == len(page) == len(set(codes)) == contexts.size.cells
-    assert set(page) < set(entries)
-    twice = [item for item, count in Counter(entries).items() if count > 1]
-    assert len(twice) == max(1, contexts.size.entries // 13)
-    for table in (contexts.sheet_value, contexts.sheet_unit):
-        for item in twice:
-            assert len(set(table.ravel()[contexts.sheet_item.ravel() == item].tolist())) == 2
-    value = meaning.latest(contexts)[0][0]
-    for letter in {code // 8 for code in codes} if size != "tiny" else ():
-        values = [value[item] for item, code in zip(page, codes, strict=True) if code // 8 == letter]
-        (_, most), *rest = Counter(values).most_common()
-        assert most == (2 if size == "small" else 5)
-        assert {count for _, count in rest} == {1}
 
 
 @pytest.mark.parametrize("kind", ["documents", "plain"])
@@ -117,55 +100,13 @@ def test_answers_follow_from_the_sheets_shown(kind: str):
     assert seen == set(KINDS)
 
 
-def test_a_question_may_be_a_sentence():
-    """The tokenizer leaves out what the task has no word for; names are distinct, so that text and ids are the same."""
-    for kind in ("documents", "plain"):
-        words = vocabulary(kind)
-        tokenizer = make_tokenizer(words.names)
-        assert len(set(words.names)) == len(words)
-        for sentence in ("unit C6?", "What is the unit of the item in cell C6?"):
-            assert tokenizer.encode(sentence).ids == [words["unit"], words["C6"]]
-        assert tokenizer.encode(" ".join(words.names)).ids == list(range(len(words)))
-    assert load(shipped("documents/qwen2_5_vl")).ids("most in B?") == [vocabulary()["most"], vocabulary()["B"]]
-
-
-def test_packed_questions_see_the_page_and_the_sheets_shown():
-    """A question sees itself, the page and, unless they slid out, the sheets shown; what is not shown takes no room."""
-    rng = np.random.default_rng(3)
-    contexts = sample(rng, 2)
-    questions, prefix = ask(contexts, rng, COUNTS), prefix_of(*instance("qwen2_5_vl"), contexts.size)
-    shown, sees = np.array([[True, False, True], [True, True, True]]), rng.random((2, len(questions.kind))) < 0.5
-    packed = (questions.ids, questions.number, questions.step)
-    start = np.array([5, 0])
-    batch = pack(prefix, *packed, shown=shown, sees=sees[:, questions.number], start=start)
-    length = len(prefix.ids)
-    for index in range(2):
-        here = np.append(shown[index], True)
-        for row in range(0, length + len(questions.number), 3):
-            for column in range(0, length + len(questions.number), 7):
-                if column >= length:
-                    allowed = row >= column and questions.number[row - length] == questions.number[column - length]
-                else:
-                    allowed = here[prefix.place[column]] and row >= column
-                    if row >= length and prefix.place[column] < 3:
-                        allowed = allowed and sees[index, questions.number[row - length]]
-                assert batch["mask"][index, 0, row, column] == allowed
-        begins = [int(batch["positions"][index, part.start].min()) for part in prefix.slices]
-        assert begins[0] == start[index]
-        assert begins[2] == start[index] + prefix.spans[0] * (1 + shown[index, 1])
-        assert batch["positions"][index, length].tolist() == [begins[-1] + prefix.spans[-1]] * 3
-
-
 @pytest.mark.parametrize("name", INSTANCES)
-def test_a_prefix_is_what_the_family_makes_of_the_images(name: str, tmp_path: Path):
-    """Ids and positions of a context equal those that `prepare` makes of its images' files."""
+def test_a_prefix_is_what_the_family_makes_of_the_images(name: str):
+    """Ids and positions of a context equal those that `prepare` makes of its images."""
     contexts = sample(np.random.default_rng(1), 1, SIZES["tiny"])
-    files = [tmp_path / f"{number}.png" for number in range(3)]
-    for file, image in zip(files, images_of(contexts), strict=True):
-        Image.fromarray(image).save(file)
     config, images = instance(name)
     model = ModelBackbone(config, {}, images, make_tokenizer(vocabulary().names))
-    prepared, prefix = model.prepare([*files]), prefix_of(config, images, contexts.size)
+    prepared, prefix = model.prepare(list(images_of(contexts))), prefix_of(config, images, contexts.size)
     np.testing.assert_array_equal(prepared["input_ids"][0], prefix.ids)
     positions, _ = prefix.positions(np.ones((1, 3), bool), np.zeros(1, int))
     np.testing.assert_array_equal(prepared["position_ids"][0], positions[0])
@@ -195,7 +136,7 @@ def test_rows_of_questions_read_what_packed_questions_do(name: str):
     assert float(packed.divergence_from(packed).max()) == 0
 
 
-def test_batches_are_numbered_and_refuse_other_models():
+def test_batches_are_numbered_and_settings_are_fitted_on_none_that_is_measured():
     """The same number is the same batch; a model without the task's words is refused by name."""
     backbone = fresh("qwen2_5_vl")
     with pytest.raises(InputError, match="words"):
@@ -205,3 +146,84 @@ def test_batches_are_numbered_and_refuse_other_models():
     jax.tree.map(np.testing.assert_array_equal, first.splice.cache, again.splice.cache)
     assert not set(first.clusters) & set(other.clusters)
     assert (first.contexts.page_item != other.contexts.page_item).any()
+
+    drawn = []
+
+    def draw(*batch: int) -> Any:
+        drawn.append(batch)
+        return first
+
+    assert set(prepared(draw, backbone, ("blind", "pooled.rank=8"))) == {"pooled"}
+    ((number, _),) = drawn
+    runs = [config.read_config(name, variants=["all"]) for name in config.names()]
+    assert number == NUMBER > max(data.n for run in runs for data in run.complete_data)
+
+
+@pytest.mark.nightly
+def test_a_resumed_training_equals_a_straight_one(tmp_path: Path):
+    """Parameters and optimiser state to the bit, over steps of two sizes; what is saved is what was trained."""
+    straight = Trainer(RECIPE, tmp_path / "straight")
+    straight.train(4, every=2)
+    for until in (2, 4):
+        resumed = Trainer(RECIPE, tmp_path / "resumed")
+        assert resumed.resume() == until - 2
+        resumed.train(until)
+    for name in ("state", "moments"):
+        leaves = (jax.tree.leaves(getattr(trainer, name)) for trainer in (resumed, straight))
+        for ours, theirs in zip(*leaves, strict=True):
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    lines = (straight.folder / "curve.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4]
+
+    loaded = load(straight.export(), dtype="float32")
+    assert loaded.config.text == straight.config.text
+    assert loaded.answer_tokens == 1
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), straight.backbone().parameters)
+    for got, expected in zip(jax.tree.leaves(loaded.parameters), jax.tree.leaves(rounded), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+def test_another_recipe_is_refused(tmp_path: Path):
+    """A used folder keeps its recipe; the error names the file."""
+    (tmp_path / "recipe.json").write_text(json.dumps(dataclasses.asdict(RECIPE), indent=2) + "\n")
+    with pytest.raises(ConfigError, match=r"recipe\.json"):
+        Trainer(dataclasses.replace(RECIPE, window=0.0), tmp_path)
+    assert json.loads((tmp_path / "recipe.json").read_text()) == dataclasses.asdict(RECIPE)
+
+
+def test_batches_follow_from_recipe_and_step():
+    """The same step draws the same batch; seeds and steps differ; sizes and variety follow the recipe."""
+    first = draw_batch(RECIPE, 1)
+    jax.tree.map(np.testing.assert_array_equal, draw_batch(RECIPE, 1).arrays, first.arrays)
+    # Two lists of a title and three cells, a page of a row of titles and two rows of two cells; four patches a cell.
+    assert first.arrays["pixel_values"].shape == (4 * 4 * (2 * 4 + 6), 14 * 14 * 3)
+    for other in (draw_batch(RECIPE, 2), draw_batch(dataclasses.replace(RECIPE, seed=1), 1)):
+        assert (other.arrays["pixel_values"] != first.arrays["pixel_values"]).any()
+    about_sheets = first.kinds == KINDS.index("sheet")
+    assert first.sees[:, about_sheets].all()
+    assert [Recipe().size(step) for step in (0, 1500, 2000, 2800, 2801, 2803)] == ["tiny", "small", "4", "4", "8", "16"]
+    assert [Recipe(plain=10, varied=30).variety(step) for step in (0, 10, 20, 30, 99)] == [0, 0, 0.5, 1, 1]
+
+
+def test_shipped_directories_are_small_and_disclose_their_training():
+    """At most 4 MB each and 25 MB together, in bf16, found by name or path, no other training than the name says."""
+    total = 0
+    for name in shipped_names():
+        root = shipped(name)
+        assert root == shipped(str(root))
+        size = sum(path.stat().st_size for path in root.iterdir())
+        assert size <= 4_000_000
+        total += size
+        training = json.loads((root / "training.json").read_text())
+        backbone, _, seed = root.name.removesuffix("_no_window").partition("_seed")
+        assert training["recipe"]["seed"] == int(seed or 0)
+        assert training["recipe"].get("backbone", "qwen2_5_vl") == backbone
+        assert (training["recipe"]["window"] == 0) == ("no_window" in name)
+        assert training["steps_taken"] == training["recipe"]["steps"]
+        # Rates of linear attention and corrections of routers, a number a head or an expert, are kept in float32.
+        tensors = load_file(root / "model.safetensors").values()
+        assert {str(tensor.dtype) for tensor in tensors if tensor.size > 64} == {"bfloat16"}
+        assert all(np.isfinite(tensor.astype(np.float32)).all() for tensor in tensors)
+    assert 5_000_000 < total <= 25_000_000
+    with pytest.raises(InputError, match="plain/qwen3_5"):
+        shipped("nowhere")

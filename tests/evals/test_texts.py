@@ -1,5 +1,6 @@
-"""Text as data sets: what contexts hold, what is reused, and that a whole patch answers as a re-prefill does."""
+"""Contexts of texts hold what is asked, chunks are prefilled as if alone, and reported texts chose nothing."""
 
+import itertools
 import re
 
 import numpy as np
@@ -8,14 +9,17 @@ import tokenizers
 
 from evals.bench.shapes import tiny_config
 from evals.harness.methods import parse
-from evals.texts import corpus, dataset
+from evals.texts import corpus, dataset, infoflow
 from evals.texts.dataset import FACTS, PASSAGES, TWO_HOPS, draw_facts, draw_two_hops
+from evals.texts.infoflow import INFOFLOW, PromptContext, SpanAnswers, fixed_parts, passage_parts
 from evals.texts.splices import start_tokens
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.models.random_weights import random_backbone
+from tests.shared.arrays import placed
 
 START = "<s>"
+ARMS = ("blind", "infoflow.budget=0.3", "cacheblend.budget=0.3", "first_k.budget=0.3", "full_reprefill.budget=1")
 
 
 def word_tokenizer(words: list[str]) -> tokenizers.Tokenizer:
@@ -55,30 +59,38 @@ def documents(monkeypatch) -> dict[str, list[corpus.Document]]:
     return read
 
 
-@pytest.mark.parametrize("documents", [2, 3])
-def test_the_answer_stands_in_the_document_that_is_asked_about(documents: int):
+def test_texts_that_sizes_are_chosen_on_are_not_reported_on():
+    """The first texts of each kind, more than any data set reads, have no name and no content in common."""
+    names, texts = [], []
+    for sources in (corpus.SOURCES, corpus.HELD_OUT):
+        read = [pair for source in sources.values() for pair in itertools.islice(source(), 80)]
+        names.append({name for name, _ in read})
+        texts.append({text for _, text in read if len(text) >= corpus.LEAST_CHARACTERS})
+        assert len(texts[-1]) > 50
+    assert not names[0] & names[1]
+    assert not texts[0] & texts[1]
+
+
+def test_answers_stand_in_the_documents_that_are_asked_about():
     for seed in range(30):
-        context = draw_facts(np.random.default_rng(seed), documents)
-        texts = [*context.front.splitlines(), context.chunk]
-        assert len(context.asked) == len(texts) == documents
-        for text, (kind, prompt, answer) in zip(texts, context.asked, strict=True):
-            name = text.split(".")[0].split()[-1]
-            assert name in prompt
+        facts = draw_facts(np.random.default_rng(seed), 2 + seed % 2)
+        texts = [*facts.front.splitlines(), facts.chunk]
+        assert len(texts) == 2 + seed % 2
+        for text, (kind, prompt, answer) in zip(texts, facts.asked, strict=True):
+            assert text.split(".")[0].split()[-1] in prompt
             assert f"{answer} " in text.replace(".", " ")
-            assert kind == (text != context.chunk)
+            assert kind == (text != facts.chunk)
 
-
-def test_two_hops_need_both_documents():
-    for seed in range(30):
-        context = draw_two_hops(np.random.default_rng(seed), 2)
-        opens = dict(re.findall(r"The (\w+) key opens the (\w+)\.", context.front))
-        has = dict(re.findall(r"(\w+) has the (\w+) key\.", context.chunk))
+        # Two hops need both documents.
+        hops = draw_two_hops(np.random.default_rng(seed), 2)
+        opens = dict(re.findall(r"The (\w+) key opens the (\w+)\.", hops.front))
+        has = dict(re.findall(r"(\w+) has the (\w+) key\.", hops.chunk))
         assert len(opens) == len(has) == dataset.KEYS
-        (_, prompt, room), (_, named, same) = context.asked
-        name = re.findall(r"can (\w+) open", prompt)[0]
-        assert f" {opens[has[name]]}" == room == same
-        assert f"the {has[name]} key" in named
-        assert has[name] not in prompt
+        (_, prompt, room), (_, named, same) = hops.asked
+        key = has[re.findall(r"can (\w+) open", prompt)[0]]
+        assert f" {opens[key]}" == room == same
+        assert f"the {key} key" in named
+        assert key not in prompt
 
 
 @pytest.mark.parametrize(("facts", "probe"), [(FACTS, "pairs"), (TWO_HOPS, "keys")])
@@ -109,12 +121,6 @@ def test_a_chunk_is_prefilled_behind_the_lead_alone(backbone):
         assert differences[0, :, first:].max() < 1e-4
 
 
-def test_words_of_several_tokens_are_refused(backbone, monkeypatch):
-    monkeypatch.setattr(dataset, "NAMES", ("Anna", "Anna Maria", "Tom", "Tom Peter"))
-    with pytest.raises(InputError, match="expected a tokenizer of which each word is a token"):
-        FACTS.batch(backbone, "pairs", 0, 8, seed=1)
-
-
 def test_passages_stand_behind_the_text_before_them_or_another_documents(backbone, documents):
     batch = PASSAGES.batch(backbone, "mixed", 5, 4, seed=0)  # the second document of the second domain
     ids, other = (documents["code"][place].ids for place in (1, 2))
@@ -134,3 +140,92 @@ def test_passages_stand_behind_the_text_before_them_or_another_documents(backbon
         PASSAGES.batch(backbone, "mixed", 0, 5, seed=0)
     with pytest.raises(InputError, match=r"passages\.n: got document 3 of a domain; expected fewer than 3"):
         PASSAGES.batch(backbone, "mixed", 12, 4, seed=0)
+
+
+@pytest.fixture
+def context(monkeypatch) -> PromptContext:
+    """A small context in place of every one that is drawn."""
+    ids = np.random.default_rng(0).integers(3, 250, 48).astype(np.int32)
+    context = PromptContext(ids[:40], passage_parts((11, 19, 33, 40)), ids[40:44], ids[44:], 3)
+    monkeypatch.setattr(infoflow, "draw_prompt", lambda *arguments: context)
+    for name, value in {"CONTEXT": 40, "PASSAGES": 4, "FOLLOW": 4}.items():
+        monkeypatch.setattr(infoflow, name, value)
+    return context
+
+
+def covers_once(parts: infoflow.Parts, tokens: int) -> bool:
+    return [token for first, last in parts for token in range(first, last)] == list(range(tokens))
+
+
+def test_chunks_are_prefilled_as_if_alone(backbone, context):
+    expected = np.zeros((5, 5), bool)
+    expected[:2, :2], expected[2:, 2:] = np.tri(2, dtype=bool), np.tri(3, dtype=bool)
+    assert (infoflow.block_mask(((0, 2), (2, 5))) == expected).all()
+    assert infoflow.local_positions(((0, 2), (2, 5))).tolist() == [0, 1, 0, 1, 2]
+
+    splice = infoflow.splice_parts(backbone, context.ids, context.passages, context.asked)
+    first, last = context.passages[1]
+    alone = backbone.prefill(backbone.embed(context.ids[None, first:last])).kv
+    # Values have no positions, so those of a chunk are its own wherever it stands.
+    np.testing.assert_allclose(splice.cache["v"][:, :, first:last], alone["v"], atol=1e-4)
+
+
+@pytest.mark.parametrize("task", infoflow.TASKS)
+def test_prompts_have_one_size_and_passages_cover_them(task: str):
+    class Letters:
+        """A backbone that reads four letters as one token."""
+
+        def ids(self, text: str) -> list[int]:
+            return [sum(map(ord, text[first : first + 4])) for first in range(0, len(text), 4)]
+
+    prompts = [infoflow.draw_prompt(Letters(), task, number, seed=3) for number in (0, 1, 2, 3, 1)]
+    for prompt in prompts:
+        assert len(prompt.ids) == infoflow.CONTEXT
+        assert covers_once(prompt.passages, infoflow.CONTEXT)
+        assert task == "prose" or len(prompt.passages) == infoflow.PASSAGES
+        assert 0 < len(prompt.asked) <= infoflow.ASKED
+        assert len(prompt.asked) + len(prompt.behind) == infoflow.ASKED + infoflow.FOLLOW
+        assert 0 < prompt.scored <= infoflow.FOLLOW
+        assert bool(prompt.choices) == (task == "people")
+    assert (prompts[4].ids == prompts[1].ids).all()
+    assert len({prompt.ids.tobytes() for prompt in prompts}) == 4
+
+
+def test_an_answer_is_right_when_all_its_tokens_are_or_it_is_the_likelier_choice():
+    says = lambda *ids: placed(np.log(np.eye(6)[None, list(ids)] * 0.9 + 0.01), np.float32)
+    ids = np.zeros(1, np.int32)
+    context = PromptContext(ids, ((0, 1),), ids, np.array([4, 2, 0]), 2)
+    right = infoflow.answer_number(context.behind[:2])
+    assert SpanAnswers(says(4, 2, 5), context).predicted.tolist() == [[right]]
+    assert SpanAnswers(says(4, 3, 0), context).predicted.tolist() != [[right]]
+    # Only the tokens that count are compared.
+    assert SpanAnswers(says(4, 2, 5), context).divergence_from(SpanAnswers(says(4, 2, 1), context)) == 0
+    assert SpanAnswers(says(4, 1, 5), context).divergence_from(SpanAnswers(says(4, 2, 5), context)) > 0.1
+    chosen = context._replace(choices=(3, 1), scored=1)
+    logits = placed(np.log([[[0.5, 0.2, 0.05, 0.05, 0.1, 0.1]]]), np.float32)
+    assert SpanAnswers(logits, chosen).predicted.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("probe", INFOFLOW.probes)
+def test_methods_repair_towards_the_reference_and_read_nothing_behind_the_prompt(backbone, context, probe, monkeypatch):
+    caches, kl = [], {}
+    for behind in (context.behind, context.behind[::-1].copy() + 1):
+        monkeypatch.setattr(infoflow, "draw_prompt", lambda *_, behind=behind: context._replace(behind=behind))
+        batch = INFOFLOW.batch(backbone, probe, 0, 1, seed=0)
+        expected = batch.read(batch.reference)
+        for arm in map(parse, ARMS):
+            repaired = arm.repair(backbone, batch.asked() if arm.by_question else batch.splice)
+            answers = batch.read_asked(repaired) if arm.by_question else batch.read(repaired.cache)
+            kl[arm.method] = float(answers.divergence_from(expected)[0, 0])
+            caches.append(repaired.cache)
+    for first, second in zip(caches[: len(ARMS)], caches[len(ARMS) :], strict=True):
+        assert all(np.array_equal(first[channel], second[channel]) for channel in first)
+
+    # The reference has the context's own order, which reordered chunks have not.
+    assert (kl["full_reprefill"] < 1e-6) == (probe != "reordered")
+    assert kl["blind"] > 1e-4
+    parts = fixed_parts(40, 10) if probe == "fixed" else context.passages
+    sizes = sorted(last - first for first, last in batch.splice.parts)
+    assert sizes == sorted(last - first for first, last in parts)
+    with pytest.raises(InputError, match=r"infoflow\.batch: got 2 contexts at once"):
+        INFOFLOW.batch(backbone, probe, 0, 2, seed=0)

@@ -1,4 +1,4 @@
-"""The command `kvpatch`: what it says of an installation, and what it runs."""
+"""The command `kvpatch` describes the installation, runs a checkout's programs, and refuses other words by name."""
 
 import importlib.metadata
 
@@ -8,7 +8,7 @@ import kvpatch_jax
 from kvpatch_jax import __main__ as command
 
 
-def test_it_says_versions_devices_extras_and_caches(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_it_lists_versions_devices_and_missing_extras(monkeypatch: pytest.MonkeyPatch, capsys):
     lines = {
         "kvpatch_jax": [
             "jax>=0.11",
@@ -23,14 +23,14 @@ def test_it_says_versions_devices_extras_and_caches(monkeypatch: pytest.MonkeyPa
     store = ["no-such-package"]
     assert command.missing_packages() == {"models": [], "store": store, "fast": ["no-such-plugin"], "all": store}
     assert command.main([]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert kvpatch_jax.__version__ == importlib.metadata.version("kvpatch_jax")
-    assert f"kvpatch_jax {kvpatch_jax.__version__}, jax " in said
-    assert "missing no-such-package: pip install 'kvpatch_jax[store]'" in said
-    assert "cpu" in said
+    assert f"kvpatch_jax {kvpatch_jax.__version__}, jax " in printed
+    assert "missing no-such-package: pip install 'kvpatch_jax[store]'" in printed
+    assert "cpu" in printed
 
 
-def test_it_names_its_commands_and_refuses_others(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_other_words_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     assert command.main(["--help"]) == 0
     assert "kvpatch measure" in capsys.readouterr().out
     assert command.main(["frobnicate"]) == 2

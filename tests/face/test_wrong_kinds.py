@@ -1,8 +1,9 @@
-"""What a newcomer passes by mistake is a typed error that names it, wherever the public names take it."""
+"""A wrong kind of argument raises a typed error that names it, at every public function."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,34 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax import models
 from kvpatch_jax import store as stores
+from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
 from kvpatch_jax.cache import Antecedent, PatchMetadata
 from kvpatch_jax.core import Channel
-from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, StalePatchError
+from kvpatch_jax.errors import (
+    ConfigError,
+    InputError,
+    KVPatchError,
+    PoolError,
+    SessionError,
+    ShapeError,
+)
+from kvpatch_jax.plan import Certificate, DeviceCosts
+from kvpatch_jax.pool import SlotAllocator
+from kvpatch_jax.session import Session, Sessions, saved
 from kvpatch_jax.store import ChunkStore, PatchKey
+from kvpatch_jax.traces import Recorder, Trace
 from tests.shared.operator_cases import chunk_of, conditioned_of
 from tests.shared.session_cases import image_of, reader
 
 WRONG = (None, 5, -1, True, "", "x", b"x", [], {}, (1, 2), [None], math.nan, 1.5, 10**400, Path("none/there"), object())
+READER = types.SimpleNamespace(fingerprint="f" * 64, layout=None, prepare=None, embed=None, prefill=None)
 Call = Callable[..., Any]
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Some of what is wrong in one place is a folder's name in another."""
     monkeypatch.chdir(tmp_path)
 
@@ -37,43 +51,42 @@ def backbone() -> Any:
     return reader()
 
 
-def raw_errors(call: Call, given: Mapping[str, Any], values: Sequence[Any] = WRONG) -> list[str]:
+def raw_errors(calls: Mapping[str, tuple[Call, Mapping[str, Any]]], values: Sequence[Any] = WRONG) -> list[str]:
     """Replaces each argument by each wrong value; returns what was raised that is none of the library's errors."""
-    found = []
-    for name in given:
-        for wrong in values:
-            try:
-                result = call(**{**given, name: wrong})
-            except KVPatchError:
-                continue
-            except Exception as error:
-                found.append(f"{name}={wrong!r:.40}: {type(error).__name__}: {error}")
-            else:
-                if hasattr(result, "close"):
-                    result.close()
-    return found
+    raised = []
+    for call_name, (call, arguments) in calls.items():
+        for name in arguments:
+            for wrong in values:
+                try:
+                    result = call(**{**arguments, name: wrong})
+                except KVPatchError:
+                    continue
+                except Exception as error:
+                    raised.append(f"{call_name}, {name}={wrong!r:.40}: {type(error).__name__}: {error}")
+                else:
+                    if hasattr(result, "close"):
+                        result.close()
+    return raised
 
 
-# ------------------------------------------------------------------------------------------------------- the store
+# --------------------------------------------------------------------------- any error of the library, and no other
 
 
-@pytest.fixture
-def store(tmp_path: Path):
+def test_a_store(tmp_path: Path):
+    options = dict.fromkeys(("root_budget", "share", "ttl", "secret", "key", "remote")) | {"tenant": "a", "memory": 0}
+    numbers = iter(range(10**6))
+    makers = {
+        "options": (lambda **options: ChunkStore(f"store {next(numbers)}", **options), options),
+        "root": (ChunkStore, {"root": "store"}),
+    }
+    assert not raw_errors(makers)
     with ChunkStore(tmp_path / "store") as store:
         chunk = chunk_of("gqa")
         store.put(chunk)
         store.put_patches([kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a"])])
-        yield store
-
-
-def test_stores_refuse_what_they_are_not_made_with():
-    options = dict.fromkeys(("root_budget", "share", "ttl", "secret", "key", "remote")) | {
-        "tenant": "a",
-        "memory": 0,
-    }
-    made = iter(range(10**6))
-    assert not raw_errors(lambda **given: ChunkStore(f"store {next(made)}", **given), options)
-    assert not raw_errors(ChunkStore, {"root": "store"})
+        assert not raw_errors(store_calls(store))
+        with pytest.raises(InputError, match=r"get_patches: got 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
+            store.get_patches("id")
 
 
 def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
@@ -115,45 +128,12 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
     }
 
 
-def test_every_call_of_a_store_refuses_what_it_does_not_take(store: ChunkStore):
-    found = {name: raw_errors(*call) for name, call in store_calls(store).items()}
-    assert not {name: errors for name, errors in found.items() if errors}
-
-
-def test_a_name_in_place_of_what_patches_serve_says_what_is_expected(store: ChunkStore):
-    with pytest.raises(InputError, match=r"get_patches: got 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
-        store.get_patches("id")
-
-
-def test_a_store_prints_where_it_is_and_nothing_secret(tmp_path: Path):
-    with ChunkStore(tmp_path / "store", tenant="acme", key=b"k" * 32, secret=b"s" * 16) as store:
-        assert repr(store) == f"ChunkStore({str(tmp_path / 'store')!r})"
-    assert repr(store).endswith(", closed)")
-
-
-def test_the_users_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    ChunkStore("~/store").close()
-    assert (tmp_path / "home" / "store" / "data").is_dir()
-    assert not Path("~").exists()
-    with pytest.raises(ConfigError, match="home/model"):
-        models.load("~/model")
-    models.save(reader(), "~/model")
-    assert models.load(Path("~/model")).fingerprint
-
-
-# -------------------------------------------------------------------------------------------------------- sessions
-
-
-def test_sessions_refuse_what_they_are_not_made_with(backbone):
+def test_a_session(backbone):
     options = dict.fromkeys(("store", "keep", "certificate", "reuse", "lead", "rank", "runtime", "name", "encoding"))
     options |= {"backbone": backbone, "pages": 8, "kl": 0.05, "memory": 0, "around": ("", ""), "chat": False}
-    assert not raw_errors(kvp.Session, options)
-    assert not raw_errors(kvp.Sessions, {"backbone": backbone, "pages": 8, "page_size": 16, "dtype": None, "batch": 1})
-
-
-def test_every_call_of_a_session_refuses_what_it_does_not_take(backbone):
-    with kvp.Session(backbone, keep=2, pages=64) as session:
+    several = {"backbone": backbone, "pages": 8, "page_size": 16, "dtype": None, "batch": 1}
+    assert not raw_errors({"Session": (Session, options), "Sessions": (Sessions, several)})
+    with Session(backbone, keep=2, pages=64) as session:
         session.add([1, 2])
         session.add(image_of(0), id="shot")
         asked = {"question": [3], "steps": 1, "stop": None, "temperature": 0.0, "top_p": 1.0, "top_k": None, "look": 1}
@@ -165,47 +145,27 @@ def test_every_call_of_a_session_refuses_what_it_does_not_take(backbone):
             "replace": (session.replace, {"id": "none", "item": [1]}),
             "reorder": (session.reorder, {"ids": []}),
             "fork": (session.fork, {"keep": 1}),
-            # What is a number here makes an answer, and programs for it.
-            "ask": (session.ask, asked, [value for value in WRONG if value not in (5, 1.5, (1, 2), None)]),
         }
-        found = {name: raw_errors(*call) for name, call in calls.items()}
-    assert not {name: errors for name, errors in found.items() if errors}
-
-
-def test_a_window_lists_its_ids_as_a_session_does(backbone):
-    with kvp.Session(backbone, keep=1, pages=64) as session:
-        session.add([1, 2], id="text")
-        for number in range(3):
-            session.add(image_of(number), id=f"shot {number}")
-        window = session.window
-        assert isinstance(window.ids, tuple)
-        assert window.ids == tuple(piece.entry.id for piece in window.pieces)
-        assert window.gone == tuple(entry.id for entry in window.evicted)
-        assert (len(session.ids), len(session.gone)) == (len(window.ids), len(window.gone))
-        assert [window.places[id] for id in window.ids] == list(range(len(window)))
-        assert [] not in window
-
-
-# -------------------------------------------------------------------------------------------------- models, patches
+        assert not raw_errors(calls)
+        # A number here makes an answer, and programs for it.
+        assert not raw_errors({"ask": (session.ask, asked)}, [x for x in WRONG if x not in (5, 1.5, (1, 2), None)])
 
 
 def fields_of(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
-def test_every_operator_refuses_what_it_does_not_take(backbone):
+def test_an_operator(backbone):
     chunk = chunk_of("gqa")
     kv, layout = conditioned_of(chunk), chunk.layout
     patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(chunk, None, 3)
+    served = {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None}
     calls = {
         "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
         "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
         "form_patch": (kvp.form_patch, {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}),
-        "apply_patch": (
-            kvp.apply_patch,
-            {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None},
-        ),
-        "Placed": (kvp.Placed, {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None}),
+        "apply_patch": (kvp.apply_patch, served),
+        "Placed": (kvp.Placed, served),
         "accumulate": (kvp.accumulate, {"acc": None, "conditioned": kv, "chunk": chunk, "antecedent": ["a"]}),
         "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk, ["a"]), "rank": 4}),
         "correction_patch": (lambda patch: kvp.correction_patch(chunk, patch, kv, 4, ["a"]), {"patch": patch}),
@@ -224,55 +184,114 @@ def test_every_operator_refuses_what_it_does_not_take(backbone):
         "Rope": (kvp.Rope, fields_of(layout.rope)),
         "Antecedent": (Antecedent, {"members": ()}),
     }
-    found = {name: raw_errors(*call) for name, call in calls.items()}
-    assert not {name: errors for name, errors in found.items() if errors}
+    assert not raw_errors(calls)
 
 
-def test_every_call_of_a_model_refuses_what_it_does_not_take(backbone):
+def test_a_model(backbone):
     tokens = backbone.embed(**backbone.prepare([[1, 2]]))
-    generated = {
-        "tokens": tokens,
-        "steps": 1,
-        "context": None,
-        "mask": None,
-        "sampling": None,
-        "key": None,
-        "stop": None,
-    }
-    made = [value for value in WRONG if value not in (5, True, (1, 2), None)]  # what is a number here makes a program
+    generated = {"tokens": tokens, "steps": 1}
+    generated |= dict.fromkeys(("context", "mask", "sampling", "key", "stop"))
     calls = {
         "prepare": (backbone.prepare, {"items": [[1]]}),
         "chat": (backbone.chat, {"messages": []}),
         "content": (lambda content: backbone.chat([{"role": "user", "content": content}]), {"content": "x"}),
         "text": (backbone.text, {"token_ids": [1]}),
         "ids": (backbone.ids, {"text": "x"}),
-        "generate": (backbone.generate, generated, made),
         "pad_rows": (models.pad_rows, {"prompts": [tokens]}),
         "Sampling": (models.Sampling, {"temperature": 1.0, "top_p": 1.0, "top_k": None}),
         "Buckets": (models.Buckets, {"smallest": 64, "steps": 4}),
         "save": (lambda backbone: models.save(backbone, "model"), {"backbone": None}),
     }
-    found = {name: raw_errors(*call) for name, call in calls.items()}
-    assert not {name: errors for name, errors in found.items() if errors}
+    assert not raw_errors(calls)
+    wrong = [x for x in WRONG if x not in (5, True, (1, 2), None)]
+    assert not raw_errors({"generate": (backbone.generate, generated)}, wrong)
+    models.save(backbone, "model")
+    options = dict.fromkeys(("dtype", "regime", "buckets", "mesh", "adapter")) | {"angles": "exact"}
+    loading = {"load": (lambda **options: models.load("model", **options), options)}
+    assert not raw_errors(loading, [5, "x", [], math.nan, object()])
 
 
-def test_a_model_is_not_loaded_with_what_it_does_not_take():
-    models.save(reader(), "model")
-    options = {"dtype": None, "angles": "exact", "regime": None, "buckets": None, "mesh": None, "adapter": None}
-    wrong = [5, "x", [], math.nan, object()]
-    assert not raw_errors(lambda **given: models.load("model", **given), options, wrong)
+# ------------------------------------------------------------------------------------- refused, before anything changes
+
+NO_FILE = {
+    "DeviceCosts.read": DeviceCosts.read,
+    "DeviceCosts.write": lambda path: DeviceCosts.assumed("cpu").write(path),
+    "Certificate.read": lambda path: Certificate.read(path, backbone=None),
+    "Trace.read": Trace.read,
+    "Trace.write": lambda path: Trace(()).write(path),
+    "Recorder": Recorder,
+    "read_answers": read_answers,
+    "answer_batch": lambda path: answer_batch(READER, None, [BatchItem(["r1"], "t2")], out=path),
+    "saved.read": saved.read,
+}
 
 
-@pytest.mark.parametrize("wrong", [None, "", 1.5])
-def test_what_is_no_directory_is_not_loaded(wrong):
-    with pytest.raises(ConfigError, match=r"load: .*expected a checkpoint's directory or GGUF file"):
-        models.load(wrong)
+@pytest.mark.parametrize("name", NO_FILE)
+def test_what_names_no_file(name: str):
+    for path in (None, "", "a\0b"):
+        with pytest.raises(KVPatchError, match="expected a file's name"):
+            NO_FILE[name](path)
 
 
-def test_a_forgotten_antecedent_is_told():
-    chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a", "b"])
-    with pytest.raises(StalePatchError, match=r"got no antecedent; expected antecedent=\('a', 'b'\)"):
-        kvp.apply_patch(chunk, patch, 0)
-    with pytest.raises(StalePatchError, match=r"formed behind \('a', 'b'\); expected \('b',\)"):
-        kvp.apply_patch(chunk, patch, 0, ["b"])
+def session(**options: Any):
+    return Session(READER, **options)
+
+
+def sessions(backbone: Any = READER, store: Any = None, **options: Any):
+    return Sessions(backbone, store, pages=8, **options)
+
+
+def batch(backbone: Any = READER, store: Any = None, **options: Any):
+    return answer_batch(backbone, store, [BatchItem(["r1"], "t2")], out="answers.jsonl", **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "error", "message"),
+    [
+        (models.load, [{"directory": value} for value in (None, "", 1.5)], ConfigError, "expected a checkpoint's dir"),
+        (
+            SlotAllocator,
+            [{"pages": pages, "page_size": size} for pages, size in ((0, 16), (8, 1.5), ("8", 16), (10**15, 16))],
+            PoolError,
+            "expected whole numbers from 1",
+        ),
+        (
+            sessions,
+            [{"backbone": None}, {"store": "a folder"}, {"rank": "x"}, {"rank": -1}],
+            InputError,
+            r"sessions: .*expected",
+        ),
+        (sessions, [{"dtype": "float17"}, {"dtype": "int32"}], ShapeError, r"sessions: .*expected"),
+        (
+            batch,
+            [{"backbone": None}, {"store": "a folder"}, {"batch": 2.0}, {"shard": "01"}],
+            InputError,
+            r"(answer_batch|sessions): .*expected",
+        ),
+        (
+            session,
+            [
+                *({"around": "x"}, {"reuse": "some"}, {"reuse": "certified"}, {"memory": "lots"}, {"name": 3}),
+                *({"kl": "0.05"}, {"linker": 3}, {"runtime": 3}),
+            ],
+            SessionError,
+            r"session\..*: got .*expected",
+        ),
+    ],
+)
+def test_options_are_refused_by_name(call: Call, wrong: list[dict[str, Any]], error: type[Exception], message: str):
+    for options in wrong:
+        with pytest.raises(error, match=message):
+            call(**options)
+    assert not list(Path().iterdir())
+
+
+def test_the_users_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backbone):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    ChunkStore("~/store").close()
+    assert (tmp_path / "home" / "store" / "data").is_dir()
+    assert not Path("~").exists()
+    with pytest.raises(ConfigError, match="home/model"):
+        models.load("~/model")
+    models.save(backbone, "~/model")
+    assert models.load(Path("~/model")).fingerprint == backbone.fingerprint

@@ -1,4 +1,4 @@
-"""Data sets by field maps: every one that ships is read as released; what is wrong is a line, and the rest goes on."""
+"""A user's records are read as released and scored as published; a bad one is refused by its line and column."""
 
 import io
 import json
@@ -6,13 +6,15 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from evals.measure import fields
+from evals.measure.items import Item
 from evals.measure.scoring import SCORERS
 from kvpatch_jax import Text
 from kvpatch_jax.errors import InputError
 
+CLICK = '{"action_type": "click", "x": 500, "y": 500}'
+SCROLL = '{"action_type": "scroll", "direction": "Up"}'
 PATHS = {
     "mmlongbench_doc": "mmlongbench_doc/samples.json",
     "slidevqa": "slidevqa/annotations/test.jsonl",
@@ -26,7 +28,6 @@ PATHS = {
 
 
 def unpack(folder: Path) -> Path:
-    """Unpacks all; returns the folder."""
     with tarfile.open(Path(__file__).with_name("released.tar.xz")) as archive:
         archive.extractall(folder, filter="data")
     return folder
@@ -34,7 +35,7 @@ def unpack(folder: Path) -> Path:
 
 def png() -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (96, 64), "white").save(buffer, "png")
+    pytest.importorskip("PIL.Image").new("RGB", (96, 64), "white").save(buffer, "png")
     return buffer.getvalue()
 
 
@@ -78,31 +79,6 @@ def test_a_sample_is_drawn_by_its_seed_and_the_digest_knows_questions_and_no_pla
     assert fields.read(again).digest == fields.read(data["slidevqa"]).digest
     again.write_text(again.read_text().replace("Oslo", "Bern"))
     assert fields.read(again).digest != fields.read(data["slidevqa"]).digest
-
-
-def test_a_map_of_ones_own_reads_parquet(folder):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    image = {"bytes": png(), "path": None}
-    table = arrow.Table.from_pylist([{"nr": 7, "scan_1": image, "scan_2": image, "ask": "Q?", "right": ["a", "b"]}])
-    parquet.write_table(table, folder / "d.parquet")
-    with pytest.raises(InputError, match=r"d.parquet\[0\]: got columns nr, scan_1, scan_2, ask, right, which fit none"):
-        fields.read(folder / "d.parquet")
-    mine = 'about = "mine"\npiece = "A scan."\nhas = ["nr"]\nid = "{nr}"\nquestion = ["{ask}"]\nanswers = ["right"]\n'
-    (folder / "mine.toml").write_text(mine + 'scorer = "anls"\n[[sources]]\nmedia = ["scan_*"]\n')
-    (item,) = fields.read(folder / "d.parquet", str(folder / "mine.toml")).items
-    assert (item.id, item.question, item.answers, item.scorer) == ("7", "Q?", ("a", "b"), "anls")
-    assert [piece.label for piece in item.pieces] == ["image 1", "image 2"]
-
-
-def test_a_pdf_is_its_pages_and_a_bare_folder_needs_no_questions(folder):
-    pdfium = pytest.importorskip("pypdfium2")
-    document = pdfium.PdfDocument.new()
-    for _ in range(2):
-        document.new_page(100, 100)
-    document.save(folder / "two.pdf")
-    loose, paged = fields.read(folder).items
-    assert [piece.label for piece in paged.pieces] == ["image 1", "image 2"]
-    assert (loose.pieces[0].content, loose.answers) == (folder / "ok.png", ())
 
 
 def test_an_episode_is_a_question_at_every_step_behind_what_was_shown_and_done(folder):
@@ -161,3 +137,36 @@ def test_a_file_that_is_none_is_one_line(tmp_path, name, content, reason):
         (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=reason):
         fields.read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "prediction", "answers", "expected"),
+    [
+        ("exact_match", "The  Oslo.", ("oslo",), 1),
+        ("exact_match", "Oslo city", ("Oslo",), 0),
+        ("token_f1", "the city of Oslo", ("Oslo city",), 2 * (2 / 3) / (2 / 3 + 1)),
+        ("token_f1", "", ("the",), 1),
+        ("token_f1", "Bern", ("Oslo", "Bern"), 1),
+        ("anls", "osl0", ("Oslo",), 0.75),
+        ("anls", "abcd", ("abxy",), 0.5),
+        ("anls", "none", ("none",), 0),
+        ("anls", "Bergen", ("Oslo",), 0),
+        *(("choice", text, ("B",), 1) for text in ("B", "(B) green", "B. green", "The answer is B.", "It is green.")),
+        *(("choice", text, ("B",), 0) for text in ("A", "red or green", "", "E")),
+        ("choice", "A green one", ("B",), 1),
+        ("action", '{"action_type": "click", "x": 500, "y": 620}', (CLICK,), 1),
+        ("action", '{"action_type": "click", "x": 500, "y": 680}', (CLICK,), 0),
+        ("action", '{"action_type": "long_press", "x": 500, "y": 500}', (CLICK,), 0),
+        ("action", '{"action_type": "click"}', (CLICK,), 0),
+        ("action", '```json\n{"action_type": "scroll", "direction": "up"}\n```', (SCROLL,), 1),
+        ("action", '{"action_type": "scroll", "direction": "left"}', (SCROLL,), 0),
+        ("action", '{"action_type": "type", "text": "oslo"}', ('{"action_type": "type", "text": "Oslo weather"}',), 1),
+        ("action", '{"name": "open", "arguments": {"tab": 2}}', ('{"name": "open", "arguments": {"tab": 3}}',), 0),
+        ("action", "press back", ("Press back",), 1),
+        ("action", "no action", ('{"action_type": "wait"}',), 0),
+    ],
+)
+def test_an_answer_scores_what_its_publisher_says(scorer, prediction, answers, expected):
+    options = ("red", "green", "blue", "grey") if scorer == "choice" else ()
+    item = Item("1", "1", (), "Q", answers, scorer, options=options)
+    assert SCORERS[scorer].score(prediction, item) == pytest.approx(expected)
