@@ -13,6 +13,7 @@ from kvpatch_jax import models
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Paged
 from kvpatch_jax.models.attention import using
+from kvpatch_jax.models.decoder.grouped import ExpertWeights, mix_experts
 from kvpatch_jax.models.decoding import Forward
 from kvpatch_jax.models.families.family import abstract, placeholders
 from kvpatch_jax.models.towers.packed import plan_patches
@@ -23,6 +24,8 @@ TWELVE_MEGAPIXELS = (214, 286)
 """Rows and columns of patches of 14 pixels: 2996 × 4004 pixels, 61 204 patches."""
 NATIVE = ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "moonshotai/Kimi-VL-A3B-Instruct")
 """Towers at native resolution."""
+EXPERTS_30B = {"layers": 48, "experts": 128, "chosen": 8, "width": 2048, "inner": 768}
+"""Of Qwen3-30B-A3B."""
 
 
 class Program(NamedTuple):
@@ -105,6 +108,21 @@ def tower_program(name: str, grid: tuple[int, int], implementation: tuple[str, .
     flat = not name.startswith("moonshotai")
     shape = (patches, config.vision.features) if flat else (patches, config.vision.channels, side, side)
     return Program(run, (forward.state, jax.ShapeDtypeStruct(shape, jnp.float32), arrays))
+
+
+def mix_30b(x: Any, index: Any, weights: Any, stack: ExpertWeights, layer: Any) -> Any:
+    """Mixes tokens' experts in the implementation that is best where it is traced."""
+    return mix_experts(x, index, weights, stack, jax.nn.silu, layer=layer)
+
+
+def experts_program(tokens: int, layers: int = EXPERTS_30B["layers"]) -> Program:
+    """The experts of so many tokens in one layer of a stack."""
+    spec: Any = jax.ShapeDtypeStruct
+    experts, chosen, width, inner = (EXPERTS_30B[name] for name in ("experts", "chosen", "width", "inner"))
+    into, out = (layers, experts, width, inner), (layers, experts, inner, width)
+    stack = ExpertWeights(*(spec(shape, jnp.bfloat16) for shape in (into, into, out)))
+    pairs = spec((tokens, chosen), jnp.int32), spec((tokens, chosen), jnp.float32)
+    return Program(mix_30b, (spec((tokens, width), jnp.bfloat16), *pairs, stack, spec((), jnp.int32)))
 
 
 def temporaries(compiled: jax.stages.Compiled) -> float:
