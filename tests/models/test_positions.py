@@ -8,7 +8,14 @@ import pytest
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.inputs.positions import PositionRule, get_rope_positions
-from tests.goldens.load import drawn_inputs, golden_arrays, golden_config, write_checkpoint
+from tests.goldens.load import (
+    drawn_inputs,
+    golden_arrays,
+    golden_config,
+    golden_images,
+    golden_prompt,
+    write_checkpoint,
+)
 from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
 
 START, AUDIO_START = 303, 306
@@ -29,6 +36,19 @@ def test_positions_equal_transformers(tiny, family, tmp_path):
         features = np.zeros((1 + layers, pads, backbone.config.text.width), np.float32)
         positions = backbone.embed(ids, features=features, **drawn_inputs(family, case), **arrays).positions[0]
         assert np.array_equal(positions, expected), case
+
+
+def test_a_prompt_in_parts_has_the_ids_and_positions_of_transformers(tiny):
+    """Two images between runs of token ids."""
+    backbone, images = tiny("qwen2_5_vl"), golden_images("qwen2_5_vl", "two_images")
+    gold = golden_prompt(backbone, "qwen2_5_vl", "two_images")
+    gold |= {"position_ids": golden_arrays("qwen2_5_vl", "two_images")["position_ids"][None]}
+    ids = gold["input_ids"][0].tolist()
+    marks = [place for place, token in enumerate(ids) if token in (303, 304)]
+    parts = [ids[: marks[0]], images[0], ids[marks[1] + 1 : marks[2]], images[1], ids[marks[3] + 1 :]]
+    prompt = backbone.prepare([part for part in parts if len(part)])
+    for name in ("input_ids", "position_ids", "pixel_values", "image_grid_thw"):
+        assert np.array_equal(prompt[name], gold[name]), name
 
 
 def test_an_image_moves_the_counter_by_its_longer_side():
