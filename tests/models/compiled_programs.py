@@ -22,8 +22,6 @@ from tests.models.released_configs import RELEASED
 GIB = 2**30
 TWELVE_MEGAPIXELS = (214, 286)
 """Rows and columns of patches of 14 pixels: 2996 × 4004 pixels, 61 204 patches."""
-NATIVE = ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "moonshotai/Kimi-VL-A3B-Instruct")
-"""Towers at native resolution."""
 EXPERTS_30B = {"layers": 48, "experts": 128, "chosen": 8, "width": 2048, "inner": 768}
 """Of Qwen3-30B-A3B."""
 
@@ -130,11 +128,6 @@ def temporaries(compiled: jax.stages.Compiled) -> float:
     analysis = compiled.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes / GIB
-
-
-def temporaries_here(program: Program) -> float:
-    """The same for this process's devices."""
-    return temporaries(compiled_here(program))
 
 
 def compiled_here(program: Program) -> jax.stages.Compiled:

@@ -4,7 +4,6 @@
 XLA_FLAGS asks for is settled once per process, and the other tests want one.
 """
 
-import contextlib
 import gc
 import json
 import math
@@ -36,7 +35,6 @@ from kvpatch_jax.models.towers.vit import ViT, ViTConfig
 from tests.goldens.load import golden_config, golden_prompt, write_checkpoint
 from tests.goldens.redraw import redraw_all
 
-ROOT = Path(__file__).parents[2]
 EIGHT = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "vocab_size": 320}
 """Changes that make the tiny Qwen3 divide by eight."""
 FEW = EIGHT | {"num_key_value_heads": 2}
@@ -71,7 +69,7 @@ def written(family: str) -> Callable[[Path], Path]:
 
 
 # How a case's directory is written, its mesh (`jax.make_mesh` makes Explicit axes), and its golden prompt.
-CASES: dict[str, tuple[Callable[[Path], Path], Callable[[], Mesh], tuple[str, str] | None]] = {
+CASES: Mapping[str, tuple[Callable[[Path], Path], Callable[[], Mesh], tuple[str, str] | None]] = {
     "gqa": (lambda root: write_changed(root, **EIGHT), lambda: jax.make_mesh((8,), (TENSOR,)), None),
     "few": (lambda root: write_changed(root, **FEW), lambda: jax.make_mesh((8,), (TENSOR,)), None),
     "mha": (written("llama2"), lambda: line_of(4), None),
@@ -252,74 +250,11 @@ def memory(directory: Path) -> dict[str, Any]:
     }
 
 
-def users_mesh(directory: Path, set_too: bool = False) -> dict[str, Any]:
-    """A mesh as `jax.make_mesh` makes it (Explicit axes, one for data), set or not, beside one device."""
-    write_checkpoint("llama2", directory)
-    mesh = jax.make_mesh((2, 4), ("data", TENSOR))
-    alone, over = load(directory), load(directory, mesh=mesh)
-    ids = np.stack([np.arange(3, 15), np.arange(4, 16)])
-    expected = run(alone, {"input_ids": ids}, every_call=False)
-    with jax.set_mesh(mesh) if set_too else contextlib.nullcontext():
-        results = run(over, {"input_ids": ids}, every_call=False)
-        tokens = over.embed(ids)
-        rows = NamedSharding(mesh, PartitionSpec("data"))
-        spread = tokens._replace(embeddings=jax.device_put(tokens.embeddings, rows))
-        results["rows"], expected["rows"] = over.prefill(spread, logits="all").logits, expected["prefill"]
-        for model, facts in ((over, results), (alone, expected)):
-            placed = patched(model)
-            facts["patched"] = kvp.apply_patch(placed.chunk, placed.patch, placed.start, antecedent=placed.antecedent)[
-                "k"
-            ]
-    values = [value for value in results.values() if value.ndim == 5]
-    return {
-        "errors": {call: error_of(value, expected[call]) for call, value in results.items()},
-        "taken_as_it_is": over.mesh == mesh and all(value.sharding.mesh == mesh for value in values),
-        "heads": [value.sharding.spec[3] for value in values],
-    }
-
-
 def hybrid(directory: Path) -> dict[str, Any]:
     """Linear attention over two devices, each with one of two key heads and its value heads."""
     write_checkpoint("qwen3_5", directory)
     ids = {"input_ids": (np.arange(77)[None] * 37 + 11) % 290 + 3}
     return compared(load(directory), load(directory, mesh=line_of(2)), ids, every_call=True)
-
-
-def patched(backbone: ModelBackbone) -> kvp.Placed:
-    """A chunk of text with a patch for what stands in front of it."""
-    lead, chunk = (kvp.make_chunk(backbone, [ids]) for ids in ([33, 34, 55, 36], [47, 48, 49]))
-    context = kvp.joined(kvp.apply_patch(lead))
-    behind = backbone.embed(np.array([[47, 48, 49]])).shift(lead.span)
-    conditioned = {name: value[:, 0] for name, value in backbone.prefill(behind, context).kv.items()}
-    patch = kvp.form_patch(chunk, conditioned, rank=2, antecedent=(lead.id,))
-    return kvp.Placed(chunk, patch, lead.span, antecedent=(lead.id,))
-
-
-def session(_: Path) -> dict[str, Any]:
-    """A session over four devices beside one on one: 2 KV heads, a group of two devices for each."""
-    directory, facts, pools = ROOT / "evals" / "trained" / "documents" / "qwen2_5_vl", {}, {}
-    for name, mesh in {"alone": None, "over": line_of(4)}.items():
-        facts[name], pools[name] = in_session(load(directory, "float32", mesh=mesh))
-    return facts | {"errors": {name: error_of(pools["over"][name], pools["alone"][name]) for name in pools["over"]}}
-
-
-def in_session(backbone: ModelBackbone) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Answers of a session that adds, slides and recalls images; its pool, into which a patched chunk is spliced."""
-    answers, draw = [], lambda seed: np.random.default_rng(seed).integers(0, 255, (56, 56, 3)).astype(np.uint8)
-    with kvp.Session(backbone, keep=2) as opened:
-        first = opened.add(draw(1))
-        for number in (2, 3, 4):
-            opened.add(draw(number))
-            answers.append(list(opened.ask([5, 6, 7], steps=4, stop=()).ids))
-        opened.recall(first)
-        answers.append(list(opened.ask([5, 6, 8], steps=4, stop=()).ids))
-
-        pools = opened.runtime.executor.pools
-        placed = patched(backbone)
-        engine = kvp.pool.splice(dict(pools.engine), np.arange(64, 64 + placed.chunk.tokens), placed)
-        places = {name: lies(value) for name, value in (engine | {"source": pools.source["k"]}).items()}
-        pool = {name: np.asarray(value) for name, value in engine.items()}
-    return {"answers": answers, "lies": places}, pool
 
 
 def towers(_: Path) -> dict[str, Any]:
@@ -355,8 +290,7 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)
     warnings.simplefilter("error")
     others: dict[str, Any] = {"loads": loads, "collectives": collectives, "memory": memory, "experts": experts}
-    others |= {"hybrid": hybrid, "towers": towers, "session": session, "mesh": users_mesh}
-    others["mesh set"] = lambda directory: users_mesh(directory, set_too=True)
+    others |= {"hybrid": hybrid, "towers": towers}
     facts = {}
     with jax.default_matmul_precision("highest"):
         for name in names:

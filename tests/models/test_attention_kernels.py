@@ -23,7 +23,9 @@ CAUSAL = Mask(causal=True)
 PLACES = np.zeros((ROWS, TOKENS), np.int32)
 
 
-def shapes(heads=28, kv_heads=4, width=128, dtype: Any = "bfloat16", keys=TOKENS, queries=TOKENS) -> tuple[Any, ...]:
+def shapes(
+    heads=28, kv_heads=4, width=128, dtype: Any = "bfloat16", keys=TOKENS, queries=TOKENS
+) -> tuple[Any, Any, Any]:
     """Queries, keys and values."""
     spec = lambda length, heads: jax.ShapeDtypeStruct((ROWS, length, heads, width), jnp.dtype(dtype))
     return spec(queries, heads), spec(keys, kv_heads), spec(keys, kv_heads)
@@ -143,7 +145,8 @@ def test_splash_interpreted_equals_the_dense_form(name, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 128)
     rng, mask = np.random.default_rng(1), MASKS[name]
     sizes = ((ROWS, QUERIES, 4, 72), (ROWS, KEYS, 2, 72), (ROWS, KEYS, 2, 40))
-    arrays = [placed(rng.normal(size=size), "float32") for size in sizes]
+    query, key, value = (placed(rng.normal(size=size), "float32") for size in sizes)
+    arrays = query, key, value
     with targeting("tpu", interpret=True):
         assert what_runs(*arrays, mask) == "splash"
         mixed = attention(*arrays, mask, scale=SCALE)

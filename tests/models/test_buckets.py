@@ -19,17 +19,13 @@ PROGRAMS = [f"jit({name})" for name in ("encode", "embed", "prefill", "recompute
 # Heights and widths in pixels, of images whose patches (or tiles) share a bucket.
 SIZES = {
     "qwen2_5_vl": [(40, 40), (24, 72)],
-    "qwen3_vl": [(40, 40), (24, 72), (32, 56)],
     "glm4v": [(24, 24), (16, 40)],
-    "mistral3": [(24, 40), (32, 32)],
     "kimi_vl": [(32, 56), (56, 32), (40, 48)],
-    "llava": [(64, 40), (40, 64)],
     "llava_next": [(64, 20), (60, 30)],
     "deepseek_vl": [(64, 40), (40, 64)],
     "deepseek_ocr2": [(60, 50), (70, 40)],
     "deepseek_vl2": [(40, 70), (35, 64)],
     "internvl": [(64, 40), (60, 20)],
-    "smolvlm": [(64, 40), (40, 64)],
     "phi3_v": [(64, 40), (60, 14)],
 }
 

@@ -1,9 +1,7 @@
 """Any region of a tensor is read as NumPy has it, and a file that lies, changes or ends is an error."""
 
-import json
 import math
 import os
-import struct
 from pathlib import Path
 
 import jax
@@ -116,20 +114,6 @@ def test_threads_fill_what_one_thread_fills(tmp_path, monkeypatch):
     assert np.array_equal(params["norm"], tensors["norm"])
 
 
-def test_a_cpu_takes_what_was_filled_without_a_copy(tmp_path, monkeypatch):
-    entries, expected, _ = big(tmp_path)
-    places, preadv = set(), os.preadv
-
-    def noted(fd, parts, at):
-        places.update(np.frombuffer(part, np.uint8).ctypes.data for part in parts)
-        return preadv(fd, parts, at)
-
-    monkeypatch.setattr(os, "preadv", noted)
-    params = load_weights(SafetensorsSource(tmp_path), entries, expected)
-    # A tensor of the parameter's type and order is read into the memory that the device keeps.
-    assert {params[name].unsafe_buffer_pointer() for name in ("embed", "norm")} <= places
-
-
 def test_the_first_wrong_tensor_is_named_whatever_the_threads_do(tmp_path, monkeypatch):
     entries, expected, tensors = big(tmp_path)
     for layer in (2, 5):
@@ -161,33 +145,3 @@ def test_a_file_written_to_while_it_is_read_is_an_error(tmp_path):
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     with pytest.raises(WeightsError, match="was written to while it was read"):
         load_weights(source, entries, expected)
-
-
-def test_a_file_replaced_while_it_is_read_is_read_on(tmp_path):
-    entries, expected, tensors = big(tmp_path)
-    source = SafetensorsSource(tmp_path)
-    save_file({"other": np.zeros(3)}, tmp_path / "new")
-    os.replace(tmp_path / "new", tmp_path / "model.safetensors")
-    assert np.array_equal(load_weights(source, entries, expected)["embed"], tensors["embed"])
-
-
-F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"a": F32 | {"data_offsets": [0, 4]}},
-        {"a": F32 | {"shape": [1 << 70]}},
-        {"a": F32, "b": F32},
-        [],
-        "[" * 100_000,
-        "\xff\xff",
-    ],
-)
-def test_a_hostile_header_is_a_damaged_file(tmp_path, header):
-    text = (header if isinstance(header, str) else json.dumps(header)).encode("latin-1")
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
-    with pytest.raises(WeightsError, match=r"model\.safetensors: got a damaged"):
-        SafetensorsSource(tmp_path)

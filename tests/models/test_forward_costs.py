@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -20,18 +19,7 @@ from kvpatch_jax.models.families.family import abstract, placeholders
 from kvpatch_jax.models.random_weights import config_of
 from kvpatch_jax.utils.traced_flops import traced_flops
 from pallas_kernels import targeting
-from tests.models.compiled_programs import (
-    GIB,
-    NATIVE,
-    TWELVE_MEGAPIXELS,
-    compiled_here,
-    paged_programs,
-    pool_copies,
-    prefill_program,
-    temporaries,
-    temporaries_here,
-    tower_program,
-)
+from tests.models.compiled_programs import compiled_here, paged_programs, pool_copies, temporaries
 from tests.models.released_configs import RELEASED
 
 KIMI, LINEAR = "moonshotai/Kimi-VL-A3B-Instruct", ("Qwen3.5-0.8B", "Qwen3.5-35B-A3B")
@@ -128,33 +116,6 @@ def test_a_forward_that_starts_at_a_layer_counts_those_above():
     assert costs.flops(3, 5) == 333 + 202 * 21 + 20 * 12
 
 
-# ------------------------------------------------------------- memory of real sizes, by the compiler's own analysis
-
-
-@pytest.mark.nightly
-def test_prefills_of_a_7b_model_grow_linearly():
-    sizes = [temporaries_here(prefill_program(tokens)) for tokens in (16384, 32768, 65536)]
-    assert sizes[0] < 3
-    assert all(larger < 2.1 * smaller for smaller, larger in itertools.pairwise(sizes)), sizes
-
-
-@pytest.mark.nightly
-def test_chunks_bound_the_memory():
-    chunked = temporaries_here(prefill_program(65536, 2048))
-    assert chunked < 4
-    # What is left to grow are the keys of one layer.
-    assert temporaries_here(prefill_program(131072, 2048)) < 1.5 * chunked
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", NATIVE)
-def test_a_tower_over_12_megapixels_grows_linearly(name):
-    height, width = TWELVE_MEGAPIXELS
-    small, large = (temporaries_here(tower_program(name, grid)) for grid in ((height // 4 * 2, width), (height, width)))
-    assert large < 4
-    assert large < 2.2 * small
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["prefill", "step"])
 def test_a_pool_is_read_and_written_where_it_lies(name):
@@ -168,4 +129,4 @@ def test_a_pool_is_read_and_written_where_it_lies(name):
         analysis = compiled[65536].memory_analysis()
         assert analysis is not None
         assert analysis.alias_size_in_bytes >= 2 * 2 * 65536 * 4 * 128 * 2
-        assert small < 0.5, small * GIB
+        assert small < 0.5

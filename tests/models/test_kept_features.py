@@ -7,6 +7,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import Buckets
+from tests.goldens.load import golden_images
 from tests.goldens.table import FAMILIES
 from tests.shared.compilations import compilations
 from tests.shared.tolerances import assert_close_to_largest
@@ -33,22 +34,19 @@ def test_features_stand_for_pixels_and_sounds(golden, family):
         assert_close_to_largest(padded.prefill(embedded).logits, np.asarray(logits), "logits", bar=1e-5)
 
 
-@pytest.mark.nightly
 def test_a_chunk_is_made_from_what_the_store_kept(tiny, tmp_path):
-    """Deepstack, and three axes of positions."""
-    backbone = tiny("qwen3_vl")
-    draw = lambda seed: np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8)
-    chunk = kvp.make_chunk(backbone, [draw(3)])
+    backbone, (image,) = tiny("internvl"), golden_images("internvl", "one_image")
+    chunk = kvp.make_chunk(backbone, [image])
     assert chunk.encoder is None
-    full = kvp.make_chunk(backbone, [draw(3)], keep_encoder=True)
+    full = kvp.make_chunk(backbone, [image], keep_encoder=True)
     assert full.content == chunk.content
     with kvp.ChunkStore(tmp_path) as store:
         store.put(full)
         features = store.get_encoder(full.id, full.backbone)
-    again = kvp.make_chunk(backbone, [draw(3)], encoder=features)
+    again = kvp.make_chunk(backbone, [image], encoder=features)
     for name, value in chunk.kv.items():
         assert np.array_equal(full.kv[name], value)
         assert np.array_equal(again.kv[name], value)
     with pytest.raises(InputError, match="features: got shape"):
-        kvp.make_chunk(backbone, [draw(3), draw(4)], encoder=features)
+        kvp.make_chunk(backbone, [image, image], encoder=features)
     assert kvp.make_chunk(backbone, [[3, 1]], keep_encoder=True).encoder is None

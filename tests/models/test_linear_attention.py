@@ -163,24 +163,6 @@ def test_tokens_in_turn_equal_all_at_once():
     assert jax.eval_shape(functools.partial(delta_rule, with_map=False), *inputs).map is None
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("backwards", [False, True])
-def test_memory_grows_with_tokens_alone(backwards):
-    """At a layer of Qwen3.5-9B, 32 heads of 128 · 128, forwards and backwards: nothing of [T, T]."""
-
-    def compiled(tokens: int) -> int:
-        heads = (1, tokens, 32)
-        arrays = [jax.ShapeDtypeStruct((*heads, 128), jnp.float32)] * 3 + [jax.ShapeDtypeStruct(heads, jnp.float32)] * 2
-        run = lambda *arrays: delta_rule(*arrays)
-        total = lambda *arrays: sum(part.sum() for part in delta_rule(*arrays) if part is not None)
-        program = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4)) if backwards else run)
-        return program.lower(*arrays).compile().memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
-
-    short, long = compiled(1024), compiled(4096)
-    assert long < 4.2 * short
-    assert long < (8 if backwards else 3) * 4096 * 32 * 128 * 4 * 4
-
-
 # ------------------------------------------------------------------------------------------------- a tiny model
 
 close = functools.partial(assert_close_to_largest, bar=2e-5)
@@ -243,18 +225,11 @@ def test_decoding_equals_prefill(backbone, tokens, whole):
     close(step.cache["k"], engine(backbone, whole, tokens)["k"], "keys")
 
 
-@pytest.mark.parametrize("chunk", [45, pytest.param(32, marks=pytest.mark.nightly)])
-def test_stretches_equal_one_piece(backbone, tokens, whole, chunk):
+def test_stretches_equal_one_piece(backbone, tokens, whole):
     """A chunk that does not fit is padded: no token passes a state twice."""
-    out = backbone.prefill(tokens, logits="all", chunk=chunk)
+    out = backbone.prefill(tokens, logits="all", chunk=40)
     close(out.logits, whole.logits, "logits")
     close_kv(out.kv, whole.kv, "stretches")
-    if chunk == 32:
-        first, second = tokens.take(0, 40), tokens.take(40, T)
-        context = engine(backbone, backbone.prefill(first), first)
-        after = backbone.prefill(second, context, logits="all", chunk=16)
-        close(after.logits, whole.logits[:, 40:], "logits behind a context")
-        close_kv(after.kv, backbone.prefill(second, context).kv, "stretches behind a context")
 
 
 @pytest.mark.nightly

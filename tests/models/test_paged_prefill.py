@@ -239,13 +239,3 @@ def test_rows_without_a_context_begin_at_position_0(backbone, case):
     alone = backbone.prefill(Tokens(rest.embeddings[:1], rest.positions[:1]), logits="all")
     close(out.logits[0], alone.logits[0])
     close(out.logits[1], case.logits[1])
-
-
-@pytest.mark.nightly
-def test_pages_go_through_a_program_of_the_callers(backbone, case):
-    paged = case.paged().extended(case.own)
-    step = jax.jit(lambda paged, slots: backbone.decode(case.rest, paged, slots))(paged, case.own)
-    close(step.logits, case.logits[:, -1:])
-    assert isinstance(step.cache, Paged)
-    again = backbone.prefill(case.rest.shift(OWN), step.cache)
-    assert np.isfinite(again.logits).all()

@@ -94,7 +94,7 @@ def test_scores_are_the_reductions_of_paper_and_code(reading):
     query, keys = rng.standard_normal((B, T, N, H)), rng.standard_normal((B, S, K, H))
     allowed = np.broadcast_to(np.arange(S) <= S - T + np.arange(T)[:, None], (B, 1, T, S))
     seen = LayerAttention(placed(query, "float32"), placed(keys, "float32"), placed(allowed), 0.5)
-    scores = jax.jit(lambda *parts: attention_scores(LayerAttention(*parts, 0.5), reading, S - T))(*seen[:3])
+    scores = jax.jit(attention_scores, static_argnums=(1, 2))(seen, reading, S - T)
 
     # Query head n reads KV head n // 2.
     weights = np.einsum("BTNH,BSNH->BNTS", query, np.repeat(keys, N // K, axis=2)) * 0.5
@@ -123,8 +123,8 @@ def test_queries_taken_in_blocks_read_the_same(monkeypatch):
     mixed = np.einsum("BTNS,BSNW->BTNW", weights, np.repeat(value, 2, axis=2))
     for most in (29 * 5, 2**20):
         monkeypatch.setattr(readouts, "DENSE_SCORES", most)
-        run = jax.jit(lambda *arrays: readouts.readout(*arrays, Mask(causal=True, query_places=places), scale))
-        output, weight = run(query, key, value)
+        run = jax.jit(readouts.readout, static_argnums=4)
+        output, weight = run(query, key, value, Mask(causal=True, query_places=places), scale)
         np.testing.assert_allclose(np.asarray(output)[~empty], mixed[~empty], atol=2e-6)
         np.testing.assert_allclose(np.asarray(weight).reshape(empty.shape), logarithms, atol=2e-6)
     assert empty.any()

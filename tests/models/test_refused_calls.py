@@ -101,9 +101,7 @@ def test_logits_that_are_no_numbers_and_prompts_of_nothing(backbone, tokens):
         backbone.embed(np.arange(4)[None], features=np.zeros((1, 2, 4), np.float32))
 
 
-def test_images_that_do_not_match_their_prompt(tiny, tmp_path):
-    from PIL import Image
-
+def test_images_that_do_not_match_their_prompt(tiny):
     backbone, family = tiny("qwen2_5_vl"), "qwen2_5_vl"
     gold = golden_prompt(backbone, family, "two_images")
     places = golden_arrays(family, "two_images")["position_ids"][None]
@@ -122,8 +120,3 @@ def test_images_that_do_not_match_their_prompt(tiny, tmp_path):
     for item in (3.5, {"image": "page.png"}, None, ["one", "two"]):
         with pytest.raises(InputError, match=f"type {type(item).__name__}; expected text, token ids or an image"):
             backbone.prepare([[1], item])
-    half = tmp_path / "half.jpeg"
-    Image.fromarray(np.arange(120000, dtype=np.uint8).reshape(200, 200, 3)).save(half)
-    half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
-    with pytest.raises(InputError, match=r"half\.jpeg: got no image that can be read"):
-        backbone.prepare([[1], half])

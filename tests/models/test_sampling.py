@@ -60,14 +60,16 @@ def test_the_tokens_of_a_draw_are_those_of_sorting(logits, top_p, top_k, tempera
 
 def test_draws_have_the_shares_of_the_distribution():
     """Of one answer, and of a row among others that draw otherwise."""
-    logits, count = np.array([1.0, 0.2, -1.0, 2.0, -np.inf, 0.2], np.float32), 20_000
+    logits: Any = np.array([1.0, 0.2, -1.0, 2.0, -np.inf, 0.2], np.float32)
+    pair: Any = np.stack([logits, logits])
+    count = 20_000
     many = jax.jit(jax.vmap(lambda draw, index: choose(logits[None], draw, index)[0], (None, 0)))
-    beside = jax.jit(jax.vmap(lambda draws, index: choose_rows(np.stack([logits] * 2), draws, index)[1], (None, 0)))
+    beside = jax.jit(jax.vmap(lambda draws, index: choose_rows(pair, draws, index)[1], (None, 0)))
     for sampling in (Sampling(1.0), Sampling(0.5), Sampling(2.0, 0.8), Sampling(1.0, 1.0, 3)):
         expected, draw = shares(logits, sampling), draw_of(sampling, 7, ())
         other = draw_of(Sampling(3.0, 0.5), 5, ())
-        rows = [np.stack([getattr(draw, name) for draw in (other, draw)]) for name in ("temperature", "top_p", "top_k")]
-        draws = Draws(*rows, np.stack([np.asarray(jax.random.key_data(draw.key)) for draw in (other, draw)]))
+        both = [(row.temperature, row.top_p, row.top_k, jax.random.key_data(row.key)) for row in (other, draw)]
+        draws = Draws._make(np.stack(column) for column in zip(*both, strict=True))
         index = np.arange(count, dtype=np.int32)
         for drawn in (many(draw, index), beside(draws, np.stack([index, index], 1))):
             share = np.bincount(np.asarray(drawn), minlength=len(logits)) / count

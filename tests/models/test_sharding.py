@@ -28,10 +28,10 @@ from tests.models.mesh_cases import LOADED, TOWERS
 ROOT = Path(__file__).parents[2]
 BAR = 1e-5
 """Of the largest magnitude, float32; 4.2e-6 was reached (GLM-4.5V), else 3e-6."""
-BARS = dict.fromkeys(("gqa", "gqa-every", "mha-every", "mla-every", "image-every", "hybrid", "mesh", "mesh set"), 2e-4)
+BARS: dict[str, float] = dict.fromkeys(("gqa", "gqa-every", "mha-every", "mla-every", "image-every", "hybrid"), 2e-4)
 DEFAULT = ("gqa", "experts", "collectives")
 FORWARDS = ("gqa-every", "few-every", "mha-every", "mla-every", "image-every", *TOWERS, "hybrid")
-OTHERS = ("loads", "memory", "towers", "session", "mesh", "mesh set")
+OTHERS = ("loads", "memory", "towers")
 LAST = P(None, None, None, "tensor")
 """Of a cache: over its KV heads."""
 
@@ -254,24 +254,3 @@ def test_images_lie_over_the_devices_that_divide_neither_heads_nor_widths(all_fa
     assert images["shapes"] == ["f32[3,4,4]", "f32[4,12]", "f32[4,27]"]
     # Two heads over two groups: one head of two images each, the MLP of one image each.
     assert {"f32[2,4,4]", "f32[8,6]", "f32[4,27]"} <= set(both["shapes"])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["mesh", "mesh set"])
-def test_a_mesh_of_the_users_is_taken_as_it_is(all_facts, name):
-    assert all_facts[name]["taken_as_it_is"]
-    assert set(all_facts[name]["heads"]) == {"tensor"}
-    assert max(all_facts[name]["errors"].values()) <= BARS[name], all_facts[name]["errors"]
-
-
-@pytest.mark.nightly
-def test_a_session_over_devices_answers_as_on_one(all_facts):
-    """Adding, sliding, recalling, and a patched chunk spliced; each device has its KV head's half of the pool."""
-    session = all_facts["session"]
-    assert session["over"]["answers"] == session["alone"]["answers"]
-    assert len({tuple(answer) for answer in session["over"]["answers"]}) > 1
-    assert max(session["errors"].values()) <= BAR, session["errors"]
-    assert session["over"]["lies"].keys() == {"k", "v", "source"}
-    for lies in session["over"]["lies"].values():
-        layers, pages, slots, heads, width = lies["shape"]
-        assert (heads, lies["shard"], lies["devices"]) == (2, [layers, pages, slots, 1, width], 4)
