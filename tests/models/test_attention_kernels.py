@@ -23,9 +23,10 @@ CAUSAL = Mask(causal=True)
 PLACES = np.zeros((ROWS, TOKENS), np.int32)
 
 
-def shapes(
-    heads=28, kv_heads=4, width=128, dtype: Any = "bfloat16", keys=TOKENS, queries=TOKENS
-) -> tuple[Any, Any, Any]:
+Shapes = tuple[Any, Any, Any]
+
+
+def shapes(heads=28, kv_heads=4, width=128, dtype="bfloat16", keys=TOKENS, queries=TOKENS) -> Shapes:
     """Queries, keys and values."""
     spec = lambda length, heads: jax.ShapeDtypeStruct((ROWS, length, heads, width), jnp.dtype(dtype))
     return spec(queries, heads), spec(keys, kv_heads), spec(keys, kv_heads)
@@ -50,7 +51,7 @@ def cudnn(monkeypatch):
     ],
     ids=["grouped heads", "window", "across"],
 )
-def test_cudnn_gets_one_call_with_the_mask_as_structure(cudnn, arrays, mask, kind, window):
+def test_cudnn_gets_one_call_with_the_mask_as_structure(cudnn, arrays: Shapes, mask, kind, window):
     """Grouped heads go in as they are; a window counts the query's own place, as ours does."""
     assert what_runs(*arrays, mask) == "cudnn"
     run = lambda query, key, value: attention(query, key, value, mask, scale=SCALE)
@@ -83,7 +84,7 @@ def test_cudnn_gets_one_call_with_the_mask_as_structure(cudnn, arrays, mask, kin
         ),
     ],
 )
-def test_what_cudnn_cannot_do_is_refused_and_goes_to_the_next(cudnn, arrays, mask, words):
+def test_what_cudnn_cannot_do_is_refused_and_goes_to_the_next(cudnn, arrays: Shapes, mask, words):
     run = lambda query, key, value: attention(query, key, value, mask, scale=SCALE, implementation="cudnn")
     with pytest.raises(KernelUnavailableError, match=f"'cudnn': {words}"):
         jax.eval_shape(run, *arrays)

@@ -18,6 +18,7 @@ from kvpatch_jax.models import load
 from tests.goldens.load import write_checkpoint
 from tests.goldens.table import FAMILIES
 from tests.models.conftest import REGIMES
+from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
 from tests.shared.tolerances import assert_close_to_largest
 
@@ -114,8 +115,16 @@ def test_recompute_writes_each_layers_set_of_tokens_and_no_other_bit(prefilled, 
         some = backbone.recompute(tokens, spoilt, slots, nested, logits="all").cache
         order = np.arange(length)[::-1]
         turned = backbone.recompute(tokens, spoilt, order[None].copy(), keep, logits="all").cache
+        odd = np.arange(1, length, 2)
+        beside = backbone.recompute(tokens, spoilt, slots, keep & np.isin(slots, odd), logits="all")
     assert not [name for name in compiled if "recompute" in name]
     assert bits(none) == bits(spoilt)
+
+    # What is written sees the cache at the others, as if these had not been run.
+    chosen = jax.tree.map(lambda leaf: placed(np.asarray(leaf)[:, odd]), tokens)
+    alone = backbone.recompute(chosen, spoilt, odd[None], logits="all")
+    close(np.asarray(beside.logits)[:, odd], np.asarray(alone.logits), "logits of some")
+    close_kv(beside.cache, alone.cache, "some")
     for name, value in engine.items():
         rows = [layer for layer in range(layers) if backbone.layout.rows_of(name, [layer])]
         written = (np.asarray(some[name]) != np.asarray(spoilt[name])).any((-2, -1))

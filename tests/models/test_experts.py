@@ -41,10 +41,11 @@ def numbers(*shape: int, seed: int = 0) -> Any:
 def drawn_weights(layers: int, experts: int, width: int, inner: int) -> ExpertWeights:
     """NumPy's."""
     shapes = ((width, inner), (width, inner), (inner, width))
-    return ExpertWeights(*(numbers(layers, experts, *shape, seed=seed) for seed, shape in enumerate(shapes)))
+    parts: Any = (numbers(layers, experts, *shape, seed=seed) for seed, shape in enumerate(shapes))
+    return ExpertWeights(*parts)
 
 
-LAYERS = drawn_weights(3, EXPERTS, WIDTH, INNER)
+LAYERS: Any = drawn_weights(3, EXPERTS, WIDTH, INNER)
 
 
 def expected_choice(config: ExpertConfig, logits: np.ndarray, correction: np.ndarray) -> np.ndarray:
@@ -131,7 +132,8 @@ def programs():
 @given(index=routings(), layer=st.integers(0, 2), seed=st.integers(0, 9))
 def test_every_implementation_equals_a_loop_over_tokens(programs, index, layer, seed):
     x, weights = numbers(TOKENS, WIDTH, seed=seed), np.abs(numbers(TOKENS, CHOSEN, seed=seed + 1))
-    stack: Any = ExpertWeights(*(part[layer] for part in LAYERS))
+    parts: Any = (part[layer] for part in LAYERS)
+    stack = ExpertWeights(*parts)
     expected, bound = looped(x, index, weights, stack), looped_bound(x, index, weights, stack)
     for name, program in programs.items():
         with jax.default_matmul_precision("highest"):
