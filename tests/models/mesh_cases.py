@@ -27,11 +27,10 @@ from kvpatch_jax.core import PARTS, to_engine
 from kvpatch_jax.models import FAMILIES, ModelBackbone, load, save
 from kvpatch_jax.models.checkpoints import SafetensorsSource, flatten_params, tensor_shapes
 from kvpatch_jax.models.decoder.config import ExpertConfig
-from kvpatch_jax.models.decoder.mesh_axes import COPIES, TENSOR
+from kvpatch_jax.models.decoder.mesh_axes import TENSOR
 from kvpatch_jax.models.decoder.moe import Experts
 from kvpatch_jax.models.decoder.sharding import parameter_shardings
 from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
-from kvpatch_jax.models.towers.vit import ViT, ViTConfig
 from tests.goldens.load import golden_config, golden_prompt, write_checkpoint
 from tests.goldens.redraw import redraw_all
 
@@ -257,31 +256,6 @@ def hybrid(directory: Path) -> dict[str, Any]:
     return compared(load(directory), load(directory, mesh=line_of(2)), ids, every_call=True)
 
 
-def towers(_: Path) -> dict[str, Any]:
-    """A plain tower of three heads and an odd MLP over four devices: its images lie over them, its weights on each.
-
-    And one of two heads over a mesh of two by two: heads over one axis, images over the other.
-    """
-    facts = {}
-    both = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (TENSOR, COPIES))
-    for name, heads, mesh in (("images", 3, line_of(4)), ("both", 2, both)):
-        config = ViTConfig(depth=2, width=12, heads=heads, intermediate=27, image=8, patch=4)
-        graph, state = nnx.split(ViT(config, nnx.Rngs(0)))
-        images = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, 8, 8)), jnp.float32)
-        expected = jax.jit(lambda state, images, graph=graph: nnx.merge(graph, state)(images))(state, images)
-
-        def inside(state: Any, images: Any, graph: Any = graph, mesh: Any = mesh) -> Any:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return nnx.merge(graph, state)(images)
-
-        state, images = jax.device_put((state, images), NamedSharding(mesh, jax.P()))
-        compiled = jax.jit(inside).lower(state, images).compile()
-        dots = [line for line in (compiled.as_text() or "").splitlines() if " dot(" in line]
-        shapes = sorted({line.split(" = ")[1].split("{")[0] for line in dots})
-        facts[name] = {"error": error_of(compiled(state, images), expected), "shapes": shapes}
-    return facts
-
-
 def main() -> None:
     """Prints {name: facts}; a case with "-every" behind its name runs every kind of call."""
     root, *names = sys.argv[1:]
@@ -290,7 +264,7 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)
     warnings.simplefilter("error")
     others: dict[str, Any] = {"loads": loads, "collectives": collectives, "memory": memory, "experts": experts}
-    others |= {"hybrid": hybrid, "towers": towers}
+    others |= {"hybrid": hybrid}
     facts = {}
     with jax.default_matmul_precision("highest"):
         for name in names:

@@ -104,7 +104,6 @@ CASES = {
     "gqa": lambda: case(random_backbone(SMALL), 2),
     "mla": lambda: case(random_backbone(tiny_config("DeepseekV3ForCausalLM")), 1),  # and experts
     "mrope": lambda: case(random_backbone(tiny_config("Qwen3VLForConditionalGeneration")), 2),  # and deepstack features
-    "several": lambda: case(random_backbone(SMALL), 1, (4, 7, 9, 1, 2, 10, 3, 4)),  # two chunks on each device
 }
 """Two rows or one, of each kind of KV."""
 

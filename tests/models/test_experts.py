@@ -149,11 +149,12 @@ def test_the_hopper_kernel_equals_a_loop_over_tokens(index, seed):
     """Interpreted, over the second of two layers, in 16 bits; one expert's tokens may need two blocks."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    stack = ExpertWeights(*(placed(part / 8, jnp.bfloat16) for part in drawn_weights(2, 4, 64, 64)))
+    halves: Any = (placed(part / 8, jnp.bfloat16) for part in drawn_weights(2, 4, 64, 64))
+    stack = ExpertWeights(*halves)
     x, weights = placed(numbers(70, 64, seed=9), jnp.bfloat16), np.abs(numbers(70, CHOSEN, seed=seed))
     with targeting("gpu", plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")):
         out = mix_experts(x, index, weights, stack, jax.nn.silu, layer=1, implementation="hopper")
-    layer = ExpertWeights(*(np.asarray(part[1], np.float32) for part in stack))
+    layer: Any = [np.asarray(part[1], np.float32) for part in stack]
     expected = looped(np.asarray(x, np.float32), index, weights, layer)
     assert out.dtype == jnp.float32
     assert np.abs(out - expected).max() <= 2**-7 * max(np.abs(expected).max(), 1)

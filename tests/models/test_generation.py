@@ -24,6 +24,7 @@ from tests.goldens.table import FAMILIES
 from tests.shared.compilations import compilations
 
 T, STEPS = 8, BLOCK + 9
+IDS = np.random.default_rng(3).integers(3, 290, (2, T))
 WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
 UNEQUAL = ("deepseek_v3", "qwen3_vl", "gemma3_text", "glm", "qwen2_5_vl", "llava_next", "kimi_vl", "gemma4")
 
@@ -35,7 +36,7 @@ def backbone(tiny):
 
 @pytest.fixture(scope="module")
 def tokens(backbone):
-    return backbone.embed(np.random.default_rng(3).integers(3, 290, (2, T)))
+    return backbone.embed(IDS)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,13 @@ def test_a_stream_makes_the_tokens_of_generate(backbone, tokens, answers):
     assert not compiled
     assert np.array_equal(fewer, answers[:, :12])  # fewer steps, one key
     assert not np.array_equal(other, answers)
+
+
+def test_greedy_tokens_are_those_of_one_prefill(backbone, tokens):
+    """Of prompt and answer together, in layers that slide among layers that do not."""
+    greedy = backbone.generate(tokens, STEPS, stop=())
+    out = backbone.prefill(backbone.embed(np.concatenate([IDS, greedy[:, :-1]], axis=1)), logits="all")
+    assert np.array_equal(np.argmax(out.logits, axis=-1)[:, T - 1 :], greedy)
 
 
 def test_rows_end_at_stop_tokens(backbone, tokens, answers, monkeypatch):

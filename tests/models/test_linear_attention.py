@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, to_engine, transition_of
+from kvpatch_jax.core import PARTS, Buckets, EngineKV, compose, to_engine, transition_of
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import pad_rows
 from kvpatch_jax.models.decoder.delta_rule import delta_rule
-from kvpatch_jax.pool import make_pool
 from tests.shared.examples import examples
 from tests.shared.tolerances import assert_close_to_largest
 
@@ -264,31 +263,6 @@ def test_a_mask_of_padding_leaves_it_out(backbone, tokens, whole):
     close_kv(transition_of(out.kv), transition_of(whole.kv), "padded")
     with pytest.raises(InputError, match="linear attention knows of no mask"):
         backbone.prefill(Tokens(jnp.asarray(rows), positions), mask=mask & ~np.tril(np.ones((100, 100), bool), -30))
-
-
-@pytest.mark.nightly
-def test_pages_equal_contiguous(backbone, tokens, whole):
-    """A prefill, tokens that are generated and steps: the transition travels beside the pool."""
-    first = tokens.take(0, 84)
-    before = engine(backbone, backbone.prefill(first), first)
-    order = np.random.default_rng(0).permutation(128).astype(np.int32)
-    pool = make_pool(backbone.layout, 16, 8, jnp.float32)
-    for name, value in pool.items():
-        flat = np.full((value.shape[0], 128, *value.shape[3:]), np.nan, np.float32)
-        flat[:, order[:84]] = np.asarray(before[name])[:, 0, :84]
-        pool[name] = jnp.asarray(flat.reshape(value.shape))
-    context, slots = Paged.of(pool, order[None, :84], None, transition_of(before)), order[None, 84:]
-    out = backbone.prefill(tokens.take(84, T), context, logits="all")
-    close(out.logits, whole.logits[:, 84:], "logits")
-    assert np.array_equal(backbone.generate(tokens.take(84, T), 5, context), backbone.generate(tokens, 5))
-
-    step = backbone.decode(tokens.take(84, 88), context, slots[:, :4], logits="all")
-    close(step.logits, whole.logits[:, 84:88], "logits of steps")
-    step = backbone.recompute(tokens.take(88, T), step.cache, slots[:, 4:6], logits="all")
-    close(step.logits, whole.logits[:, 88:], "logits of steps behind them")
-    close_kv(step.cache.transition, transition_of(whole.kv), "in pages")
-    with pytest.raises(InputError, match="slots of 2 tokens that the context holds"):
-        backbone.recompute(tokens.take(88, T), step.cache, slots[:, 4:6])
 
 
 def test_what_a_state_cannot_undo_is_refused(backbone, tokens, whole):

@@ -43,7 +43,7 @@ def facts() -> dict[str, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
-def test_heads_latents_images_and_several_chunks_over_devices_answer_as_one_device(facts, name):
+def test_heads_latents_and_images_over_devices_answer_as_one_device(facts, name):
     check_equal(facts[name])
 
 
