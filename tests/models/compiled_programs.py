@@ -76,7 +76,7 @@ def paged_programs(keys: int, pool_slots: int, *, layers: int, page_size: int = 
         for channel in layout.channels
     }
     paged = Paged(pool, shape((1, pages), jnp.int32), shape((1, keys), bool), shape((1, keys), jnp.int32))
-    one = shape((1, 1), jnp.int32)
+    unit = shape((1, 1), jnp.int32)
 
     def prefill(state: Any, prompt: Tokens, paged: Paged, rows: Any) -> Any:
         return forward.prefill.__wrapped__(state, prompt, paged, None, rows, start_layer=0, hidden_at=())
@@ -87,8 +87,8 @@ def paged_programs(keys: int, pool_slots: int, *, layers: int, page_size: int = 
         )
 
     return {
-        "prefill": Program(prefill, (forward.state, prompt(512), paged, one)),
-        "step": Program(step, (forward.state, prompt(1), pool, paged._replace(pool={}), one), (2,)),
+        "prefill": Program(prefill, (forward.state, prompt(512), paged, unit)),
+        "step": Program(step, (forward.state, prompt(1), pool, paged._replace(pool={}), unit), (2,)),
     }
 
 
@@ -137,7 +137,7 @@ def compiled_here(program: Program) -> jax.stages.Compiled:
 
 def pool_copies(compiled: jax.stages.Compiled, pool_slots: int) -> list[str]:
     """Instructions that make another array of all of a pool's slots: copies, converted ones included."""
-    whole = re.compile(
+    pattern = re.compile(
         rf"= \w+\[\d+,(?:{pool_slots}|{pool_slots // 64},64),4,128\]\S* (copy|convert|transpose|concatenate)\("
     )
-    return [line.strip() for line in (compiled.as_text() or "").splitlines() if whole.search(line)]
+    return [line.strip() for line in (compiled.as_text() or "").splitlines() if pattern.search(line)]

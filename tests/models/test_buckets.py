@@ -115,8 +115,8 @@ def test_lengths_of_one_bucket_share_programs(family: str, tiny):
     for context, length in ((19, 13), (21, 11)):
         total = context + length
         tokens = plain.embed(rng.integers(3, 290, (2, total)))
-        whole = jax.device_get(plain.prefill(tokens, logits="all"))
-        engine = to_engine(plain.layout, whole.kv, tokens.positions, 0)
+        full = jax.device_get(plain.prefill(tokens, logits="all"))
+        engine = to_engine(plain.layout, full.kv, tokens.positions, 0)
         kv, rest = {name: value[:, :, :context] for name, value in engine.items()}, tokens.take(context, total)
         slots = np.broadcast_to(np.arange(context, total), (2, length))
         room = {
@@ -134,10 +134,10 @@ def test_lengths_of_one_bucket_share_programs(family: str, tiny):
             step = padded.decode(rest, room, slots, logits="all")
             masked = padded.prefill(rest, kv, mask, logits="all") if everything else None
             some = padded.recompute(rest, room, slots, keep, logits="all") if everything else None
-        close(out.logits, whole.logits[:, context:])
-        close(step.logits, whole.logits[:, context:])
+        close(out.logits, full.logits[:, context:])
+        close(step.logits, full.logits[:, context:])
         for name, value in engine.items():
-            close(out.kv[name], np.asarray(whole.kv[name])[:, :, context:])
+            close(out.kv[name], np.asarray(full.kv[name])[:, :, context:])
             close(step.cache[name][:, :, :total], np.asarray(value))
             assert not np.asarray(step.cache[name])[:, :, total:].any()
         np.testing.assert_array_equal(answer, plain.generate(tokens, 4))

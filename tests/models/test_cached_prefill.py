@@ -184,16 +184,16 @@ def test_chunks_behind_a_context_are_one_prefill(prefilled, family):
     seen = np.tri(14, dtype=bool)[None, None] & (np.random.default_rng(0).random((2, 1, 14, 14)) < 0.6)
     seen[..., np.arange(14), np.arange(14)] = True
     for mask in (None, seen):
-        whole = backbone.prefill(tokens, mask=mask, logits="all")
-        context = {name: value[:, :, :cut] for name, value in cached(backbone, whole, tokens).items()}
-        rest, own = tokens.take(cut, 14), None if mask is None else mask[:, :, cut:]
-        chunks = backbone.prefill(rest, context, own, logits="all", chunk=4)
-        close(chunks.logits, whole.logits[:, cut:], "logits")
-        close_kv(chunks.kv, {name: value[:, :, cut:] for name, value in whole.kv.items()}, "chunks")
+        full = backbone.prefill(tokens, mask=mask, logits="all")
+        context = {name: value[:, :, :cut] for name, value in cached(backbone, full, tokens).items()}
+        rest, part = tokens.take(cut, 14), None if mask is None else mask[:, :, cut:]
+        chunks = backbone.prefill(rest, context, part, logits="all", chunk=4)
+        close(chunks.logits, full.logits[:, cut:], "logits")
+        close_kv(chunks.kv, {name: value[:, :, cut:] for name, value in full.kv.items()}, "chunks")
         if mask is None:
             rows = np.array([[8, 0, 3, 3], [1, 2, 0, 8]])
             some = backbone.prefill(rest, context, logits=rows, chunk=4).logits
-            close(some, np.take_along_axis(np.asarray(whole.logits), rows[..., None] + cut, 1), "logits of some tokens")
+            close(some, np.take_along_axis(np.asarray(full.logits), rows[..., None] + cut, 1), "logits of some tokens")
 
 
 @pytest.mark.parametrize("family", marked(SOME, "qwen3_window"))

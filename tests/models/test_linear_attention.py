@@ -24,7 +24,7 @@ from tests.shared.tolerances import assert_close_to_largest
 HEADS, KEY, VALUE = 2, 8, 6
 ROWS, LENGTH = 2, 150
 """Two blocks and some of a third."""
-FAMILY, T = "qwen3_5_text", 90
+FAMILY, T = "qwen3_5", 90
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -179,7 +179,7 @@ def tokens(backbone):
 
 
 @pytest.fixture(scope="module")
-def whole(backbone, tokens):
+def full(backbone, tokens):
     return backbone.prefill(tokens, logits="all")
 
 
@@ -198,17 +198,17 @@ def close_kv(kv, expected, name):
 
 
 @pytest.mark.parametrize("cut", [84, *(pytest.param(cut, marks=pytest.mark.nightly) for cut in (70, 2))])
-def test_two_prefills_equal_one(backbone, tokens, whole, cut):
+def test_two_prefills_equal_one(backbone, tokens, full, cut):
     """The second reads state and tail of the first, also where that is shorter than the convolution reads."""
     first, second = tokens.take(0, cut), tokens.take(cut, T)
     before = backbone.prefill(first)
     after = backbone.prefill(second, engine(backbone, before, first), logits="all")
-    close(after.logits, whole.logits[:, cut:], "logits")
+    close(after.logits, full.logits[:, cut:], "logits")
     composed = compose(transition_of(before.kv), transition_of(after.kv), T - cut)
-    close_kv(composed, transition_of(whole.kv), "composed")
+    close_kv(composed, transition_of(full.kv), "composed")
 
 
-def test_decoding_equals_prefill(backbone, tokens, whole):
+def test_decoding_equals_prefill(backbone, tokens, full):
     """The cache comes back with the transition of all its tokens, the map too."""
     first = tokens.take(0, 84)
     room = ((0, 0), (0, 0), (0, 6), (0, 0), (0, 0))
@@ -216,31 +216,31 @@ def test_decoding_equals_prefill(backbone, tokens, whole):
     cache = EngineKV({name: value if name in PARTS else jnp.pad(value, room) for name, value in cache.items()})
     for place in range(84, 88):
         step = backbone.decode(tokens.take(place, place + 1), cache, np.array([[place]]))
-        close(step.logits[:, 0], whole.logits[:, place], f"logits {place}")
+        close(step.logits[:, 0], full.logits[:, place], f"logits {place}")
         cache = step.cache
     step = backbone.decode(tokens.take(88, T), cache, np.array([[88, 89]]), logits="all")
-    close(step.logits, whole.logits[:, 88:], "logits of two")
-    close_kv(transition_of(step.cache), transition_of(whole.kv), "decoded")
-    close(step.cache["k"], engine(backbone, whole, tokens)["k"], "keys")
+    close(step.logits, full.logits[:, 88:], "logits of two")
+    close_kv(transition_of(step.cache), transition_of(full.kv), "decoded")
+    close(step.cache["k"], engine(backbone, full, tokens)["k"], "keys")
 
 
-def test_stretches_equal_one_piece(backbone, tokens, whole):
+def test_stretches_equal_one_piece(backbone, tokens, full):
     """A chunk that does not fit is padded: no token passes a state twice."""
     out = backbone.prefill(tokens, logits="all", chunk=40)
-    close(out.logits, whole.logits, "logits")
-    close_kv(out.kv, whole.kv, "stretches")
+    close(out.logits, full.logits, "logits")
+    close_kv(out.kv, full.kv, "stretches")
 
 
 @pytest.mark.nightly
-def test_padding_changes_nothing(backbone, tokens, whole):
+def test_padding_changes_nothing(backbone, tokens, full):
     """Of a prompt and of the context in front of it, padded to buckets, and of rows of unequal lengths."""
     padded = backbone.with_buckets(Buckets(smallest=64))
     out = padded.prefill(tokens, logits="all")
-    close(out.logits, whole.logits, "logits")
-    close_kv(out.kv, whole.kv, "buckets")
+    close(out.logits, full.logits, "logits")
+    close_kv(out.kv, full.kv, "buckets")
     first, second = tokens.take(0, 70), tokens.take(70, T)
     after = padded.prefill(second, engine(padded, padded.prefill(first), first), logits="all")
-    close(after.logits, whole.logits[:, 70:], "logits behind a context")
+    close(after.logits, full.logits[:, 70:], "logits behind a context")
 
     short = embedded(backbone, 40, first=5)
     rows, lengths = pad_rows([tokens, short])
@@ -250,23 +250,23 @@ def test_padding_changes_nothing(backbone, tokens, whole):
 
 
 @pytest.mark.nightly
-def test_a_mask_of_padding_leaves_it_out(backbone, tokens, whole):
+def test_a_mask_of_padding_leaves_it_out(backbone, tokens, full):
     """Padding in front and in the middle, which a mask hides; a mask that hides anything else is refused."""
     places = np.r_[3:33, 40:100]
     counted = np.isin(np.arange(100), places)
     rows = np.full((1, 100, tokens.embeddings.shape[2]), 7, np.float32)
-    positions = np.zeros((1, 100), np.int32)
+    positions = np.zeros((1, 100, 3), np.int32)
     rows[:, places], positions[:, places] = tokens.embeddings, tokens.positions
     mask = (np.tril(np.ones((100, 100), bool)) & counted)[None, None]
     out = backbone.prefill(Tokens(jnp.asarray(rows), positions), mask=mask, logits="all")
-    close(out.logits[:, places], whole.logits, "logits")
-    close_kv(transition_of(out.kv), transition_of(whole.kv), "padded")
+    close(out.logits[:, places], full.logits, "logits")
+    close_kv(transition_of(out.kv), transition_of(full.kv), "padded")
     with pytest.raises(InputError, match="linear attention knows of no mask"):
         backbone.prefill(Tokens(jnp.asarray(rows), positions), mask=mask & ~np.tril(np.ones((100, 100), bool), -30))
 
 
-def test_what_a_state_cannot_undo_is_refused(backbone, tokens, whole):
-    cache, few, slots = engine(backbone, whole, tokens), tokens.take(10, 12), np.array([[10, 11]])
+def test_what_a_state_cannot_undo_is_refused(backbone, tokens, full):
+    cache, few, slots = engine(backbone, full, tokens), tokens.take(10, 12), np.array([[10, 11]])
     with pytest.raises(InputError, match=r"recompute: got .* of a model with linear attention"):
         backbone.recompute(few, cache, slots)
     with pytest.raises(InputError, match="some layers or sets of tokens"):

@@ -26,7 +26,7 @@ FAMILIES = {
     "qwen3_moe": "grouped heads and experts",
 }
 DEFAULT = "qwen3_window"
-KEYS, OWN, TOTAL = 21, 5, 128
+KEYS, MORE, TOTAL = 21, 5, 128
 """Tokens of a context, and behind it; slots of the pool."""
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
@@ -51,7 +51,7 @@ class PagingCase:
 
     def __init__(self, backbone, page_size=8, *, padded=False, seed=0, shared=0):
         rng = np.random.default_rng(seed)
-        ids = rng.integers(3, 290, (2, KEYS + OWN))
+        ids = rng.integers(3, 290, (2, KEYS + MORE))
         ids[:, :shared] = ids[0, :shared]
         self.tokens = backbone.embed(ids)
         out = backbone.prefill(self.tokens, logits="all")
@@ -59,12 +59,12 @@ class PagingCase:
         self.engine = kvp.to_engine(backbone.layout, out.kv, self.tokens.positions, 0)
         self.engine = {name: np.asarray(value) for name, value in self.engine.items()}
         self.layout, self.page_size, self.padded = backbone.layout, page_size, padded
-        self.rest = self.tokens.take(KEYS, KEYS + OWN)
+        self.rest = self.tokens.take(KEYS, KEYS + MORE)
         self.context = {name: jnp.asarray(value[:, :, :KEYS]) for name, value in self.engine.items()}
         places = rng.permutation(TOTAL).astype(np.int32)
         self.slots = np.stack([places[:KEYS], places[KEYS : 2 * KEYS]])
         self.slots[:, :shared] = self.slots[0, :shared]
-        self.own = places[2 * KEYS : 2 * KEYS + 2 * OWN].reshape(2, OWN)
+        self.free = places[2 * KEYS : 2 * KEYS + 2 * MORE].reshape(2, MORE)
 
     def pool(self):
         pool = kvp.pool.make_pool(self.layout, TOTAL // self.page_size, self.page_size, jnp.float32, padded=self.padded)
@@ -103,12 +103,12 @@ def test_steps_write_into_the_pool_in_place(backbone, case):
     """Two calls: all tokens but one, and that one; the second reads what the first wrote, in pages it did not have."""
     paged = case.paged(buckets=None)
     before = {name: bits(value).copy() for name, value in paged.pool.items()}
-    first = backbone.decode(case.rest.take(0, OWN - 1), paged, case.own[:, :-1], logits="all")
+    first = backbone.decode(case.rest.take(0, MORE - 1), paged, case.free[:, :-1], logits="all")
     assert all(value.is_deleted() for value in paged.pool.values())
-    second = backbone.decode(case.rest.take(OWN - 1, OWN), first.cache, case.own[:, -1:])
+    second = backbone.decode(case.rest.take(MORE - 1, MORE), first.cache, case.free[:, -1:])
     close(np.concatenate([first.logits, second.logits], axis=1), case.logits)
-    written = case.at(second.cache.pool, case.own)
-    others = np.setdiff1d(np.arange(TOTAL), case.own)
+    written = case.at(second.cache.pool, case.free)
+    others = np.setdiff1d(np.arange(TOTAL), case.free)
     for name, value in second.cache.pool.items():
         close(written[name], case.engine[name][:, :, KEYS:])
         flat = bits(value).reshape(value.shape[0], TOTAL, -1)
@@ -150,7 +150,7 @@ def test_other_tables_slots_and_contents_compile_nothing(tiny):
     backbone = tiny(DEFAULT)
     case = PagingCase(backbone)
     backbone.prefill(case.rest, case.paged())
-    backbone.decode(case.rest, case.paged(), case.own)
+    backbone.decode(case.rest, case.paged(), case.free)
     other = PagingCase(backbone, seed=2)
     # Fewer keys, and as many pages of the bucket.
     shorter = Paged.of(other.pool(), [other.slots[0], other.slots[1, 7:]])
@@ -158,7 +158,7 @@ def test_other_tables_slots_and_contents_compile_nothing(tiny):
     rest = other.rest.shift(9)
     with compilations() as compiled:
         backbone.prefill(rest, shorter)
-        backbone.decode(other.rest, shorter, other.own)
+        backbone.decode(other.rest, shorter, other.free)
     assert not compiled
 
 
@@ -176,11 +176,11 @@ def test_pages_of_every_size(backbone, page_size, padded):
     """Slots at random, a stretch that both rows share, lanes padded as TPUs have them."""
     case = PagingCase(backbone, page_size, padded=padded, seed=page_size, shared=7)
     close(backbone.prefill(case.rest, case.paged(), logits="all").logits, case.logits)
-    step = backbone.decode(case.rest, case.paged(), case.own)
+    step = backbone.decode(case.rest, case.paged(), case.free)
     close(step.logits, case.logits[:, -1:])
     if padded:
         for channel in case.layout.channels:
-            rows = kvp.pool.read_slots(step.cache.pool, case.own.ravel())[channel.name]
+            rows = kvp.pool.read_slots(step.cache.pool, case.free.ravel())[channel.name]
             assert rows.shape[-1] == 128
             assert not np.asarray(rows[..., channel.width :]).any()
 
@@ -191,15 +191,15 @@ def test_in_buckets_and_in_chunks_and_under_masks(backbone, case, buckets):
     served = backbone.with_buckets(buckets)
     close(served.prefill(case.rest, case.paged(), logits="all", chunk=2).logits, case.logits)
     close(served.prefill(case.rest, case.paged(), logits="all").logits, case.logits)
-    step = served.decode(case.rest, case.paged(), case.own, logits="all")
+    step = served.decode(case.rest, case.paged(), case.free, logits="all")
     close(step.logits, case.logits)
     # A mask over the pages' keys: the last keys of each row are hidden.
     paged, hidden = case.paged(), 4
-    side = np.ones((2, 1, OWN, KEYS + OWN), bool)
-    side[..., KEYS:] = np.tri(OWN, dtype=bool)
+    side = np.ones((2, 1, MORE, KEYS + MORE), bool)
+    side[..., KEYS:] = np.tri(MORE, dtype=bool)
     side[..., KEYS - hidden : KEYS] = False
-    over = np.ones((2, 1, OWN, paged.key_count + OWN), bool)
-    over[..., paged.key_count :] = np.tri(OWN, dtype=bool)
+    over = np.ones((2, 1, MORE, paged.key_count + MORE), bool)
+    over[..., paged.key_count :] = np.tri(MORE, dtype=bool)
     over[..., : paged.key_count] = (paged.places < KEYS - hidden)[:, None, None]
     masked = served.prefill(case.rest, paged, over, logits="all")
     close(masked.logits, backbone.prefill(case.rest, case.context, side, logits="all").logits)
@@ -234,7 +234,7 @@ def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbon
 
 @pytest.mark.nightly
 def test_rows_without_a_context_begin_at_position_0(backbone, case):
-    rest = case.rest._replace(positions=np.stack([np.arange(OWN), np.asarray(case.rest.positions)[1]]))
+    rest = case.rest._replace(positions=np.stack([np.arange(MORE), np.asarray(case.rest.positions)[1]]))
     out = backbone.prefill(rest, Paged.of(case.pool(), [[], case.slots[1]]), logits="all")
     alone = backbone.prefill(Tokens(rest.embeddings[:1], rest.positions[:1]), logits="all")
     close(out.logits[0], alone.logits[0])
