@@ -1,7 +1,6 @@
 """Fixtures for the models: the tiny checkpoints of `tests/goldens`, rebuilt in a temporary directory."""
 
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,13 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:  # `tests` and the four packages resolve from the root, however pytest was started
-    sys.path.insert(0, str(ROOT))
-
-from kvpatch_jax.models import load  # noqa: E402
-from tests.goldens.load import golden_arrays, golden_prompt, write_checkpoint  # noqa: E402
-from tests.goldens.table import FAMILIES  # noqa: E402
+from tests.goldens.load import golden_arrays, golden_prompt, write_checkpoint
+from tests.goldens.table import FAMILIES
 
 REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
 
@@ -43,30 +37,31 @@ def tiny_clip() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """`tiny(family)`: the tiny backbone with transformers' float32 angles, made once."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`tiny(family)`: the tiny backbone with transformers' float32 angles (or exact ones), made once."""
+    from kvpatch_jax.models import load
 
     @functools.cache
-    def loaded(family: str) -> Any:
+    def loaded(family: str, angles: Any = "float32") -> Any:
         directory = write_checkpoint(family, tmp_path_factory.mktemp("tiny") / family)
-        return load(directory, angles="float32", regime=REGIMES.get(family))
+        return load(directory, angles=angles, regime=REGIMES.get(family))
 
     return loaded
 
 
 @pytest.fixture(scope="session")
-def golden(tiny: Callable[[str], Any]) -> Callable[[str, str], Golden]:
+def golden(tiny: Callable[..., Any]) -> Callable[[str, str], Golden]:
     """`golden(family, case)`: a case as `Golden`."""
 
     @functools.cache
-    def made(family: str, case: str) -> Golden:
+    def read(family: str, case: str) -> Golden:
         backbone, arrays = tiny(family), golden_arrays(family, case)
         inputs = golden_prompt(backbone, family, case)
         places = arrays["position_ids"][None] if FAMILIES[family].first else None
         ids = inputs.pop("input_ids")
         return Golden(backbone, arrays, inputs, backbone.embed(ids, places, **inputs))
 
-    return made
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The results that `test_parallel.py` asserts, of a program with four devices on the host.
+"""Chunks prefilled apart over devices beside one device; a program that prints its facts of four devices as JSON.
 
 Each case prefills chunks over the devices and on one device, where the blind caches of the chunks are joined, scored by
 `backbone.attention`, and the selected tokens recomputed by `backbone.recompute`.
@@ -76,46 +76,36 @@ def alone(
     return {"chosen": chosen, "logits": out.logits, "question": dict(out.kv), **cache}
 
 
-def difference(found: Any, expected: Any) -> float:
+def difference(value: Any, expected: Any) -> float:
     """Largest difference over the largest magnitude, or 1 if that is smaller."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return float(np.abs(found - expected).max(initial=0) / max(1.0, np.abs(expected).max(initial=0)))
+    value, expected = np.asarray(value, np.float64), np.asarray(expected, np.float64)
+    return float(np.abs(value - expected).max(initial=0) / max(1.0, np.abs(expected).max(initial=0)))
 
 
 def compared(read: ParallelPrefill, expected: dict[str, Any]) -> dict[str, Any]:
     """Differences of a result over the mesh from that of one device."""
-    found = {"logits": read.logits, **read.cache.gather()}
-    errors = {name: difference(value, expected[name]) for name, value in found.items()}
+    results = {"logits": read.logits, **read.cache.gather()}
+    errors = {name: difference(value, expected[name]) for name, value in results.items()}
     for name, value in read.question.items():
         errors[f"question {name}"] = difference(value, expected["question"][name])
     return {"errors": errors, "same_tokens": bool(np.array_equal(read.chosen, expected["chosen"]))}
 
 
-def case(backbone: ModelBackbone, rows: int, chunks: Sequence[int] = CHUNKS) -> dict[str, Any]:
-    """One backbone over four devices beside one device."""
-    over, (context, question) = spread_backbone(backbone), sequence(backbone, rows, chunks)
+def case(
+    backbone: ModelBackbone, rows: int, chunks: Sequence[int] = CHUNKS, devices: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """One backbone over all devices, or these, beside one device."""
+    over, (context, question) = spread_backbone(backbone, devices), sequence(backbone, rows, chunks)
     read = read_question(over, prefill_chunks_apart(over, context, chunks), question, ratio=0.35)
     return compared(read, alone(backbone, context, question, chunks, 14))
 
 
-def gqa() -> dict[str, Any]:
-    """Grouped heads, two rows."""
-    return case(random_backbone(SMALL), 2)
-
-
-def mla() -> dict[str, Any]:
-    """Latent attention and experts."""
-    return case(random_backbone(tiny_config("DeepseekV3ForCausalLM")), 1)
-
-
-def mrope() -> dict[str, Any]:
-    """M-RoPE and deepstack features."""
-    return case(random_backbone(tiny_config("Qwen3VLForConditionalGeneration")), 2)
-
-
-def several() -> dict[str, Any]:
-    """Two chunks on each device, of other lengths."""
-    return case(random_backbone(SMALL), 1, (4, 7, 9, 1, 2, 10, 3, 4))
+CASES = {
+    "gqa": lambda: case(random_backbone(SMALL), 2),
+    "mla": lambda: case(random_backbone(tiny_config("DeepseekV3ForCausalLM")), 1),  # and experts
+    "mrope": lambda: case(random_backbone(tiny_config("Qwen3VLForConditionalGeneration")), 2),  # and deepstack features
+}
+"""Two rows or one, of each kind of KV."""
 
 
 def budgets() -> dict[str, Any]:
@@ -153,7 +143,7 @@ def main() -> None:
     """Prints {name: facts}."""
     warnings.simplefilter("error")
     with jax.default_matmul_precision("highest"):
-        print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))
+        print(json.dumps({name: (CASES | {"budgets": budgets})[name]() for name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
-"""Blockwise attention against scores written out one by one: masks, windows, contexts, segments, heads, bf16."""
+"""Attention over any keys equals NumPy's in float64 under every mask, block size, head layout and dtype."""
 # pyright: reportCallIssue=false, reportOptionalSubscript=false
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch_jax.errors import KernelUnavailableError, ShapeError
-from kvpatch_jax.models.attention import Mask, attention, what_runs
+from kvpatch_jax.errors import ShapeError
+from kvpatch_jax.models.attention import Mask, attention, dispatch
 from kvpatch_jax.models.attention.blockwise import AttentionBlocks, blockwise
-from kvpatch_jax.models.attention.dense import dense
 from kvpatch_jax.models.attention.mask import NOWHERE
-from pallas_kernels import preferring
 from tests.shared.arrays import placed
 from tests.shared.examples import examples
 from tests.shared.tolerances import FUNCTION, assert_within, mean_bound, rounding_bound
@@ -34,8 +32,8 @@ def drawn(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of [rows, queries] over [rows, keys]."""
     (B, T, S), (N, K, H, W), rng = shape, heads, np.random.default_rng(seed)
-    one = lambda *size: placed(rng.normal(size=size), dtype)
-    return one(B, T, N, H), one(B, S, K, H), one(B, S, K, W)
+    draw = lambda *size: placed(rng.normal(size=size), dtype)
+    return draw(B, T, N, H), draw(B, S, K, H), draw(B, S, K, W)
 
 
 def seen_by(mask: Mask, rows: int, queries: int, keys: int) -> np.ndarray:
@@ -67,44 +65,43 @@ def expected(
     their quotient round.
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    found = np.zeros((*query.shape[:3], value.shape[-1]))
-    bound, steps = np.zeros_like(found), -(-key.shape[1] // blocks.keys)
+    mixed = np.zeros((*query.shape[:3], value.shape[-1]))
+    bound, steps = np.zeros_like(mixed), -(-key.shape[1] // blocks.keys)
     for b, t, n in np.ndindex(*query.shape[:3]):
         k, keys = n * key.shape[2] // query.shape[2], np.flatnonzero(seen[b, t])
         if keys.size:
             scores = key[b, keys, k] @ query[b, t, n] * SCALE
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
-            found[b, t, n] = weights @ value[b, keys, k]
+            mixed[b, t, n] = weights @ value[b, keys, k]
 
             sizes = np.abs(key[b, keys, k]) @ np.abs(query[b, t, n]) * SCALE
             errors = rounding_bound(sizes, key.shape[-1] + 2) + rounding_bound(scores.max() - scores, 1)
             errors += rounding_bound(1, steps * (FUNCTION + 1))
             bound[b, t, n] = mean_bound(weights, value[b, keys, k], errors)
             bound[b, t, n] += rounding_bound(weights @ np.abs(value[b, keys, k]), 2 * (keys.size + steps) + 1)
-    return found, bound
-
-
-@jax.jit
-def found_dense(query, key, value, mask):
-    return dense(query, key, value, mask.dense(query.shape[1], key.shape[1]), SCALE)
+    return mixed, bound
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def found_blockwise(query, key, value, mask, blocks=BLOCKS):
+def in_blocks(query, key, value, mask, blocks=BLOCKS):
     return blockwise(query, key, value, mask, SCALE, blocks)
+
+
+@jax.jit
+def at_once(query, key, value, mask):
+    return attention(query, key, value, mask, scale=SCALE, implementation="dense")
 
 
 def places(rng: np.random.Generator, length: int) -> np.ndarray:
     """Rising places with gaps, some keys nowhere: contexts of which parts are padding."""
-    found = np.sort(rng.integers(0, 60, (ROWS, length)), axis=1).astype(np.int32)
-    return np.where(rng.random(found.shape) < 0.2, NOWHERE, found).astype(np.int32)
+    rising = np.sort(rng.integers(0, 60, (ROWS, length)), axis=1).astype(np.int32)
+    return np.where(rng.random(rising.shape) < 0.2, NOWHERE, rising).astype(np.int32)
 
 
 STRUCTURES = {
     "all": lambda rng: Mask(),
     "causal": lambda rng: Mask(causal=True),
-    "causal behind a context": lambda rng: Mask(causal=True, offset=KEYS - QUERIES),
     "window": lambda rng: Mask(causal=True, offset=KEYS - QUERIES, window=5),
     "slots": lambda rng: Mask(causal=True, query_places=rng.integers(-2, KEYS, (ROWS, QUERIES)).astype(np.int32)),
     "places": lambda rng: Mask(
@@ -129,111 +126,74 @@ STRUCTURES = {
         allowed=rng.random((1, 1, QUERIES, KEYS)) < 0.8,
     ),
 }
+DEFAULT = {("window", "mha", ""), ("packed", "gqa", "small"), ("everything", "gqa", ""), ("ahead", "latent", "large")}
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("structure", STRUCTURES)
-@examples(6)
+BLOCK_SIZES = {"": BLOCKS, "small": AttentionBlocks(1, 5), "large": AttentionBlocks(64, 64)}
+
+
+def cases() -> list:
+    rows = itertools.product(STRUCTURES, HEADS, BLOCK_SIZES)
+    return [pytest.param(*row, marks=() if row in DEFAULT else pytest.mark.nightly) for row in rows]
+
+
+@pytest.mark.parametrize(("structure", "heads", "size"), cases())
+@examples(3)
 @given(seed=st.integers(0, 2**31))
-def test_every_mask_structure_equals_its_rules(structure, seed):
+def test_every_mask_equals_its_rules(structure, heads, size, seed):
     """Two forms of one mask give what the rules say; a row that sees nothing is zero in all three."""
-    arrays = drawn((ROWS, QUERIES, KEYS), HEADS["gqa"], seed)
+    arrays, blocks = drawn((ROWS, QUERIES, KEYS), HEADS[heads], seed), BLOCK_SIZES[size]
     mask = STRUCTURES[structure](np.random.default_rng(seed))
     seen = seen_by(mask, ROWS, QUERIES, KEYS)
-    whole = mask.dense(QUERIES, KEYS)
-    np.testing.assert_array_equal(np.broadcast_to(whole, (ROWS, 1, QUERIES, KEYS))[:, 0], seen)
-    truth, bound = expected(*arrays, seen)
-    assert_within(found_blockwise(*arrays, mask), truth, bound, "blockwise")
-    assert_within(found_dense(*arrays, mask), truth, bound, "dense")
-    empty = ~seen.any(axis=2)
-    assert not np.asarray(found_blockwise(*arrays, mask))[empty].any()
+    dense = np.broadcast_to(jax.jit(lambda mask: mask.dense(QUERIES, KEYS))(mask), (ROWS, 1, QUERIES, KEYS))
+    np.testing.assert_array_equal(dense[:, 0], seen)
+    truth, bound = expected(*arrays, seen, blocks)
+    assert_within(in_blocks(*arrays, mask, blocks), truth, bound, "blockwise")
+    assert_within(at_once(*arrays, mask), truth, bound, "dense")
+    assert not np.asarray(in_blocks(*arrays, mask, blocks))[~seen.any(axis=2)].any()
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [
-        ("mha", "float32"),
-        ("latent", "bfloat16"),
-        pytest.param("latent", "float32", marks=pytest.mark.nightly),
-        pytest.param("mha", "bfloat16", marks=pytest.mark.nightly),
-    ],
-)
-def test_every_head_layout_and_type_equals_float64(heads, dtype):
-    arrays = drawn((ROWS, QUERIES, KEYS), HEADS[heads], 3, dtype)
+def test_16_bits_are_rounded_no_worse_in_blocks():
+    arrays = drawn((ROWS, QUERIES, KEYS), HEADS["latent"], 3, "bfloat16")
     mask = Mask(causal=True, offset=KEYS - QUERIES, window=11)
-    found, whole = found_blockwise(*arrays, mask), found_dense(*arrays, mask)
-    assert found.dtype == whole.dtype == dtype
-    truth, bound = expected(*arrays, seen_by(mask, ROWS, QUERIES, KEYS))
-    if dtype == "float32":
-        assert_within(found, truth, bound)
-    else:
-        error = lambda x: np.abs(np.asarray(x, np.float64) - truth).max()
-        assert error(found) < 2e-2
-        assert error(found) < 2 * error(whole) + 1e-6  # rounded no worse than the dense form
+    blocks, dense = in_blocks(*arrays, mask), at_once(*arrays, mask)
+    assert blocks.dtype == dense.dtype == "bfloat16"
+    truth, _ = expected(*arrays, seen_by(mask, ROWS, QUERIES, KEYS))
+    error = lambda x: np.abs(np.asarray(x, np.float64) - truth).max()
+    assert error(blocks) < 2e-2
+    assert error(blocks) < 2 * error(dense) + 1e-6
 
 
-@pytest.mark.nightly
-@given(data=st.data())
-def test_any_sizes_blocks_and_structures_equal_float64(data):
-    """Sizes, blocks, heads and structures drawn together: each a program of its own."""
-    size = lambda low, high: data.draw(st.integers(low, high))
-    B, T, S, K, G, H, W = size(1, 3), size(1, 40), size(1, 40), size(1, 3), size(1, 3), size(1, 9), size(1, 9)
-    dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))
-    rng = np.random.default_rng(size(0, 2**31))
-    numbers = lambda low, high, length: rng.integers(low, high, (data.draw(st.sampled_from([1, B])), length))
-    mask = Mask(
-        causal=data.draw(st.booleans()),
-        offset=size(0, 40),
-        window=data.draw(st.none() | st.integers(1, 50)),
-        query_places=numbers(-3, 50, T) if data.draw(st.booleans()) else None,
-        key_places=numbers(0, 50, S) if data.draw(st.booleans()) else None,
-        allowed=rng.random((B, 1, T, S)) < 0.5 if data.draw(st.booleans()) else None,
-    )
-    if data.draw(st.booleans()):
-        mask = dataclasses.replace(mask, query_segments=numbers(-1, 3, T), key_segments=numbers(-1, 3, S))
-    arrays = drawn((B, T, S), (K * G, K, H, W), size(0, 2**31), dtype)
-    blocks = AttentionBlocks(size(1, 16), size(1, 16))
-    truth, bound = expected(*arrays, seen_by(mask, B, T, S), blocks)
-    found = found_blockwise(*arrays, mask, blocks)
-    assert_within(found, truth, bound if dtype == "float32" else np.full_like(bound, 3e-2))
+def test_rows_taken_in_turns_equal_all_at_once(monkeypatch):
+    """Where the scores of all rows would not fit; each row has its part of the mask, or the part of all."""
+    monkeypatch.setattr(dispatch, "DENSE_BYTES", 1)
+    arrays, mask = drawn((ROWS, QUERIES, KEYS), HEADS["gqa"]), STRUCTURES["everything"](np.random.default_rng(0))
+    in_turns = jax.jit(lambda *arrays: attention(*arrays[:3], arrays[3], scale=SCALE))
+    truth, bound = expected(*arrays, seen_by(mask, ROWS, QUERIES, KEYS), AttentionBlocks(1, 1))
+    assert_within(in_turns(*arrays, mask), truth, bound)
 
 
 def test_scores_of_any_size_are_safe():
     """Large scores overflow nowhere, and later blocks of far larger scores take over from earlier ones."""
-    query, key, value = drawn((1, QUERIES, KEYS), HEADS["gqa"])
-    key = key * jnp.linspace(1, 2000, KEYS)[:, None, None]
-    truth, bound = expected(query, key, value, np.ones((1, QUERIES, KEYS), bool))
-    assert_within(found_blockwise(query, key, value, Mask()), truth, bound)
-
-
-def test_the_form_of_attention_follows_from_sizes_and_what_is_asked():
-    shape = lambda T, S: [
-        jax.ShapeDtypeStruct((1, size, heads, 128), jnp.bfloat16) for size, heads in ((T, 28), (S, 4), (S, 4))
-    ]
-    small, large = shape(512, 2048), shape(16384, 16384)
-    assert what_runs(*small, Mask()) == "dense"
-    assert what_runs(*large, Mask()) == what_runs(*small, Mask(), "blockwise") == "blockwise"
-    assert what_runs(*large, Mask(), ("cudnn", "splash", "xla")) == "blockwise"
-    assert what_runs(*shape(1, 2**20), Mask()) == "dense"  # a step of decoding
-    with preferring("gpu"):
-        assert what_runs(*large, Mask()) == "blockwise"
-    with pytest.raises(KernelUnavailableError, match=r"'cudnn': the platform is 'cpu'; 'flash': unknown"):
-        what_runs(*small, Mask(), ("cudnn", "flash"))
+    query, key, value = drawn((ROWS, QUERIES, KEYS), HEADS["gqa"])
+    key = placed(np.asarray(key) * np.linspace(1, 2000, KEYS)[:, None, None], "float32")
+    truth, bound = expected(query, key, value, np.ones((ROWS, QUERIES, KEYS), bool))
+    assert_within(in_blocks(query, key, value, Mask()), truth, bound)
 
 
 def test_masks_that_do_not_fit_are_refused(unchecked):
     arrays = drawn((2, 5, 7), HEADS["gqa"])
-    for name, shape in {"query_places": (2, 7), "key_places": (3, 7), "allowed": (2, 1, 7, 5)}.items():
-        given: Any = {name: np.zeros(shape, bool if name == "allowed" else np.int32)}
-        with pytest.raises(ShapeError, match=f"mask: got {name} of shape"):
-            attention(*arrays, Mask(**given), scale=SCALE)
-    for dtype in (np.float32, np.int32):
-        with pytest.raises(ShapeError, match=f"allowed: got {np.dtype(dtype)}; expected an array of bool"):
-            attention(*arrays, Mask(allowed=np.zeros((2, 1, 5, 7), dtype)), scale=SCALE)
-    with pytest.raises(ShapeError, match="query_places of float32; expected an array of integers"):
-        attention(*arrays, Mask(query_places=np.zeros((2, 5), np.float32)), scale=SCALE)
-    with pytest.raises(ShapeError, match="attention: mask: got a ndarray; expected a Mask"):
-        attention(*arrays, np.ones((2, 1, 5, 7), bool), scale=SCALE)  # pyright: ignore[reportArgumentType]
+    wrongs: dict[str, Any] = {
+        r"mask: got query_places of shape": Mask(query_places=np.zeros((2, 7), np.int32)),
+        r"mask: got key_places of shape": Mask(key_places=np.zeros((3, 7), np.int32)),
+        r"mask: got allowed of shape": Mask(allowed=np.zeros((2, 1, 7, 5), bool)),
+        r"allowed: got float32; expected an array of bool": Mask(allowed=np.zeros((2, 1, 5, 7), np.float32)),
+        r"query_places of float32; expected an array of integers": Mask(query_places=np.zeros((2, 5), np.float32)),
+        r"attention: mask: got a ndarray; expected a Mask": np.ones((2, 1, 5, 7), bool),
+    }
+    for message, mask in wrongs.items():
+        with pytest.raises(ShapeError, match=message):
+            attention(*arrays, mask, scale=SCALE)
     with pytest.raises(ShapeError, match="segments: got those of queries alone or of keys alone"):
         Mask(query_segments=np.zeros((1, 5), np.int32))
     with pytest.raises(ShapeError, match="window: got 0 places"):

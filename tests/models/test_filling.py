@@ -1,9 +1,7 @@
-"""Tensors of files, read in pieces: any type, order of axes and region, and files that lie, change or end."""
+"""Any region of a tensor is read as NumPy has it, and a file that lies, changes or ends is an error."""
 
-import json
 import math
 import os
-import struct
 from pathlib import Path
 
 import jax
@@ -45,17 +43,17 @@ def root(tmp_path_factory):
 
 
 @given(data=st.data())
-def test_any_region_in_any_order_and_type_is_numpys_own(root, data):
+def test_any_region_in_any_order_and_type_is_numpys(root, data):
     """Pieces of a few bytes, so that every shape falls apart in every way."""
     shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=4)))
     spans = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape)
     order = tuple(data.draw(st.permutations(range(len(shape)))))
-    stored, wanted = (data.draw(st.sampled_from(TYPES)) for _ in range(2))
+    stored, dtype = (data.draw(st.sampled_from(TYPES)) for _ in range(2))
     values = draw(shape, stored)
     source = write(root, before=draw((3,), "float32"), tensor=values, behind=draw((5,), "float16"))
-    expected = np.asarray(values[tuple(slice(*span) for span in spans)], jnp.dtype(wanted)).transpose(order)
+    expected = np.asarray(values[tuple(slice(*span) for span in spans)], jnp.dtype(dtype)).transpose(order)
 
-    out = np.zeros(expected.shape, jnp.dtype(wanted))
+    out = np.zeros(expected.shape, jnp.dtype(dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filling, "PIECE", data.draw(st.sampled_from([1, 24, 100, 1 << 20])))
         for piece in filling.pieces(spans, values.dtype.itemsize, data.draw(st.booleans())):
@@ -68,8 +66,8 @@ def test_any_region_in_any_order_and_type_is_numpys_own(root, data):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_found_and_its_place_named(tmp_path, dtype, wrong):
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+def test_a_number_that_is_not_finite_is_named_with_its_place(tmp_path, dtype, wrong):
     info = ml_dtypes.finfo(jnp.dtype("float32" if dtype == "float64" else dtype))
     values = np.asarray([[info.max, info.min], [info.smallest_subnormal, -0.0], [1, 2]], jnp.dtype(dtype))
     entries, expected = [TensorEntry("tensor", ("a",))], {("a",): jax.ShapeDtypeStruct((3, 2), jnp.float32)}
@@ -116,29 +114,14 @@ def test_threads_fill_what_one_thread_fills(tmp_path, monkeypatch):
     assert np.array_equal(params["norm"], tensors["norm"])
 
 
-def test_a_cpu_takes_what_was_filled_without_a_copy(tmp_path, monkeypatch):
-    entries, expected, _ = big(tmp_path)
-    filled, preadv = set(), os.preadv
-
-    def noted(fd, parts, at):
-        filled.update(np.frombuffer(part, np.uint8).ctypes.data for part in parts)
-        return preadv(fd, parts, at)
-
-    monkeypatch.setattr(os, "preadv", noted)
-    params = load_weights(SafetensorsSource(tmp_path), entries, expected)
-    # What is stored as it is wanted is read into the very memory that the device keeps.
-    assert {params[name].unsafe_buffer_pointer() for name in ("embed", "norm")} <= filled
-
-
 def test_the_first_wrong_tensor_is_named_whatever_the_threads_do(tmp_path, monkeypatch):
     entries, expected, tensors = big(tmp_path)
     for layer in (2, 5):
         tensors[f"layers.{layer}.w"][600, 7] = np.nan
     save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
-    for _ in range(3):
-        with pytest.raises(WeightsError, match=r"'layers\.2\.w': got nan at \[600, 7\]"):
-            load_weights(SafetensorsSource(tmp_path), entries, expected)
+    with pytest.raises(WeightsError, match=r"'layers\.2\.w': got nan at \[600, 7\]"):
+        load_weights(SafetensorsSource(tmp_path), entries, expected)
 
 
 # ---------------------------------------------------------------------------------------- files that are not as said
@@ -162,36 +145,3 @@ def test_a_file_written_to_while_it_is_read_is_an_error(tmp_path):
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     with pytest.raises(WeightsError, match="was written to while it was read"):
         load_weights(source, entries, expected)
-
-
-def test_a_file_replaced_while_it_is_read_is_read_on(tmp_path):
-    entries, expected, tensors = big(tmp_path)
-    source = SafetensorsSource(tmp_path)
-    save_file({"other": np.zeros(3)}, tmp_path / "new")
-    os.replace(tmp_path / "new", tmp_path / "model.safetensors")
-    assert np.array_equal(load_weights(source, entries, expected)["embed"], tensors["embed"])
-
-
-F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"a": F32 | {"data_offsets": [0, 4]}},
-        {"a": F32 | {"shape": [-2]}},
-        {"a": F32 | {"shape": [1 << 70]}},
-        {"a": F32, "b": F32},
-        {},
-        [],
-        "[" * 100_000,
-        '{"a": ' + "9" * 5000 + "}",
-        "\xff\xff",
-    ],
-)
-def test_a_hostile_header_is_a_damaged_file(tmp_path, header):
-    text = (header if isinstance(header, str) else json.dumps(header)).encode("latin-1")
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
-    with pytest.raises(WeightsError, match=r"model\.safetensors: got a damaged"):
-        SafetensorsSource(tmp_path)

@@ -1,4 +1,4 @@
-"""FLOPs of forwards, from configurations: held against the products in the programs of released models."""
+"""The FLOPs that a backbone states, and the memory that its programs take, are those of the programs themselves."""
 
 import contextlib
 import dataclasses
@@ -19,13 +19,10 @@ from kvpatch_jax.models.families.family import abstract, placeholders
 from kvpatch_jax.models.random_weights import config_of
 from kvpatch_jax.utils.traced_flops import traced_flops
 from pallas_kernels import targeting
+from tests.models.compiled_programs import compiled_here, paged_programs, pool_copies, temporaries
 from tests.models.released_configs import RELEASED
 
-FAMILIES = (
-    "Qwen/Qwen2-0.5B",
-    "Qwen/Qwen3-VL-8B-Instruct",
-    "moonshotai/Kimi-VL-A3B-Instruct",
-)
+KIMI, LINEAR = "moonshotai/Kimi-VL-A3B-Instruct", ("Qwen3.5-0.8B", "Qwen3.5-35B-A3B")
 MORE = (
     "Qwen/Qwen2.5-VL-7B-Instruct",
     "Qwen/Qwen3-VL-30B-A3B-Instruct",
@@ -44,8 +41,8 @@ def fewer_layers(name: str, layers: int) -> Any:
     return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers, **fewer))
 
 
-def program(name: str, tokens: int, behind: int, layers: int):
-    """A prefill of eight tokens' logits behind a context, with every pair of query and key computed."""
+def stated_and_traced(name: str, tokens: int, behind: int, layers: int) -> tuple[Any, int, int]:
+    """FLOPs of a prefill of eight tokens' logits behind a context, with every pair of query and key computed."""
     config = fewer_layers(name, layers)
     forward = Forward(abstract(config), placeholders(config), config.text.layout, None)
     spec: Any = jax.ShapeDtypeStruct
@@ -63,52 +60,48 @@ def program(name: str, tokens: int, behind: int, layers: int):
                 state, prompt, context, None, rows, start_layer=0, hidden_at=(), chunk=None
             )
 
-    return text, run, (forward.state, prompt, context, spec((1, ROWS), jnp.int32))
-
-
-def check_products(name: str, tokens: int, behind: int, layers: int):
-    text, run, arguments = program(name, tokens, behind, layers)
     costs = forward_costs(text)
-    # The dense form computes masked pairs too.
-    expected = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
-    # Experts are multiplied without padding there.
+    # The dense form computes masked pairs too. Experts are multiplied without padding on a TPU.
+    stated = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
     with targeting("tpu") if text.experts is not None else contextlib.nullcontext():
-        assert traced_flops(run, *arguments) == expected
+        traced = traced_flops(run, forward.state, prompt, context, spec((1, ROWS), jnp.int32))
+    return text, stated, traced
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
-def test_flops_are_those_of_the_products(name):
-    check_products(name, 1024, 128, layers=3)
+@pytest.mark.parametrize(
+    ("name", "tokens", "behind", "layers"),
+    [
+        ("Qwen/Qwen2-0.5B", 1024, 128, 3),
+        ("Qwen/Qwen3-VL-8B-Instruct", 1024, 128, 3),
+        (KIMI, 300, 50, 2),  # one layer of latent attention and an MLP, and one of experts
+        *(pytest.param(name, 1024, 128, 3, marks=pytest.mark.nightly) for name in (KIMI, *MORE)),
+    ],
+)
+def test_flops_are_those_of_the_products(name, tokens, behind, layers):
+    _, stated, traced = stated_and_traced(name, tokens, behind, layers)
+    assert traced == stated
 
 
-def test_flops_of_latent_attention_alone_are_those_of_the_products():
-    check_products("moonshotai/Kimi-VL-A3B-Instruct", 300, 50, layers=1)
-
-
-@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", pytest.param("Qwen3.5-35B-A3B", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", [LINEAR[0], pytest.param(LINEAR[1], marks=pytest.mark.nightly)])
 def test_flops_of_linear_attention_are_those_of_the_products_but_for_blocks(name):
     """The rule counts as it is written; in blocks it multiplies more, as often as its WY form has products."""
-    tokens, behind, block = 256, 128, 64
-    text, run, arguments = program(name, tokens, behind, layers=4)
-    costs, linear = forward_costs(text), text.kinds[1].linear
-    assert [bool(pair) for pair in costs.pair] == [False, False, False, True]
+    tokens, block = 256, 64
+    text, stated, traced = stated_and_traced(name, tokens, 128, layers=4)
+    linear = text.kinds[1].linear
+    assert [bool(pair) for pair in forward_costs(text).pair] == [False, False, False, True]
     keys, values = linear.key_width, linear.value_width
     # Two rows of scores; the inverse, pair by pair of blocks; what it solves for; what is read of the block.
     inverse = sum(2 * (1 << level) ** 3 * (block // (2 << level)) for level in range(block.bit_length() - 1))
     blocks = 2 * block**2 * keys + inverse + block**2 * (keys + values) + block**2 * values
     # The state of these tokens alone is written beside that behind all, and both are read to be written.
-    states = 2 * keys * values
-    extra = linear.value_heads * (blocks // block + states)
-    expected = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
-    with targeting("tpu") if text.experts is not None else contextlib.nullcontext():
-        assert traced_flops(run, *arguments) == expected + 3 * 2 * extra * tokens
+    extra = linear.value_heads * (blocks // block + 2 * keys * values)
+    assert traced == stated + 3 * 2 * extra * tokens
 
 
 def test_layers_that_slide_see_their_window():
     costs = forward_costs(fewer_layers("mistralai/Mistral-7B-v0.1", 2).text)
     assert costs.window == (4096, 4096)
-    one = costs.flops(1, 10_000) - sum(costs.token)
-    assert one == sum(costs.pair) * 4096
+    assert costs.flops(1, 10_000) - sum(costs.token) == sum(costs.pair) * 4096
 
 
 @given(tokens=st.integers(0, 30), behind=st.integers(0, 30), window=st.integers(0, 40))
@@ -121,3 +114,19 @@ def test_a_forward_that_starts_at_a_layer_counts_those_above():
     costs = ForwardCosts(token=(1, 10, 100), pair=(2, 20, 200), window=(0, 4, 0), logit=7)
     assert costs.flops(3, 5, start_layer=2) == 300 + 200 * 21
     assert costs.flops(3, 5) == 333 + 202 * 21 + 20 * 12
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["prefill", "step"])
+def test_a_pool_is_read_and_written_where_it_lies(name):
+    """Temporaries are those of the window's keys and of one layer's weights, and do not grow with the pool."""
+    compiled = {slots: compiled_here(paged_programs(4096, slots, layers=2)[name]) for slots in (65536, 131072)}
+    for slots, program in compiled.items():
+        assert pool_copies(program, slots) == []
+    small, large = (temporaries(program) for program in compiled.values())
+    assert large - small < 0.001
+    if name == "step":
+        analysis = compiled[65536].memory_analysis()
+        assert analysis is not None
+        assert analysis.alias_size_in_bytes >= 2 * 2 * 65536 * 4 * 128 * 2
+        assert small < 0.5

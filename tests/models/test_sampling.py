@@ -1,17 +1,17 @@
-"""Choosing tokens: sets and shares against float64 and sorting; another way of drawing compiles nothing again."""
+"""A token is drawn among those, and with the shares, that float64 and sorting give; no setting compiles again."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.answers import Draws
+from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.models import Sampling
-from kvpatch_jax.models.decoding.sampling import REFUSED, choose, draw_of, kept
+from kvpatch_jax.models.decoding.sampling import REFUSED, choose, choose_rows, draw_of, kept
 from tests.shared.compilations import compilations
 
 V, ROWS = 12, 5
@@ -22,9 +22,9 @@ KEPT: Any = jax.jit(kept)
 
 def chosen(logits, sampling=GREEDY, key: Any = 0, index=0):
     """Of at most `ROWS` rows of at most `V` logits, in one shape, so that there is one program."""
-    whole = np.full((ROWS, V), -np.inf, np.float32)
-    whole[: len(logits), : logits.shape[1]] = logits
-    return np.asarray(CHOOSE(jnp.asarray(whole), draw_of(sampling, key, ()), index))[: len(logits)]
+    padded = np.full((ROWS, V), -np.inf, np.float32)
+    padded[: len(logits), : logits.shape[1]] = logits
+    return np.asarray(CHOOSE(padded, draw_of(sampling, key, ()), index))[: len(logits)]
 
 
 def shares(logits, sampling: Sampling) -> np.ndarray:
@@ -50,24 +50,33 @@ def test_the_tokens_of_a_draw_are_those_of_sorting(logits, top_p, top_k, tempera
     sampling = Sampling(temperature, top_p, top_k)
     scaled = np.asarray(logits, np.float32) / np.float32(temperature)
     draw = draw_of(sampling, 0, ())
-    found = np.asarray(KEPT((scaled - scaled.max())[None], draw.top_p, draw.top_k))[0]
+    among = np.asarray(KEPT((scaled - scaled.max())[None], draw.top_p, draw.top_k))[0]
     expected = shares(np.asarray(logits), sampling) > 0
     mass = np.exp(np.sort(scaled.astype(np.float64))[::-1] - scaled.max())
     mass = np.cumsum(mass[: top_k or V]) / mass[: top_k or V].sum()
     if np.abs(mass - top_p).min() > 1e-6 or top_p == 1:  # float32 cannot tell a share that is reached exactly
-        assert found.tolist() == expected.tolist()
+        assert among.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(2.0, 0.8), Sampling(1.0, 1.0, 3)], ids=str)
-def test_draws_have_the_shares_of_the_distribution(sampling):
-    logits = np.array([1.0, 0.2, -1.0, 2.0, -np.inf, 0.2], np.float32)
+def test_draws_have_the_shares_of_the_distribution():
+    """Of one answer, and of a row among others that draw otherwise."""
+    logits: Any = np.array([1.0, 0.2, -1.0, 2.0, -np.inf, 0.2], np.float32)
+    pair: Any = np.stack([logits, logits])
     count = 20_000
-    draw = draw_of(sampling, 7, ())
-    many = jax.jit(jax.vmap(lambda index: choose(jnp.asarray(logits)[None], draw, index)[0]))
-    found = np.bincount(np.asarray(many(jnp.arange(count))), minlength=len(logits)) / count
-    expected = shares(logits, sampling)
-    assert (found[expected == 0] == 0).all()
-    assert (np.abs(found - expected) <= 4.5 * np.sqrt(expected * (1 - expected) / count)).all()
+    many = jax.jit(jax.vmap(lambda draw, index: choose(logits[None], draw, index)[0], (None, 0)))
+    beside = jax.jit(jax.vmap(lambda draws, index: choose_rows(pair, draws, index)[1], (None, 0)))
+    for sampling in (Sampling(1.0), Sampling(0.5), Sampling(2.0, 0.8), Sampling(1.0, 1.0, 3)):
+        expected, draw = shares(logits, sampling), draw_of(sampling, 7, ())
+        other = draw_of(Sampling(3.0, 0.5), 5, ())
+        both = [(row.temperature, row.top_p, row.top_k, jax.random.key_data(row.key)) for row in (other, draw)]
+        draws = Draws._make(np.stack(column) for column in zip(*both, strict=True))
+        index = np.arange(count, dtype=np.int32)
+        for drawn in (many(draw, index), beside(draws, np.stack([index, index], 1))):
+            share = np.bincount(np.asarray(drawn), minlength=len(logits)) / count
+            assert (share[expected == 0] == 0).all()
+            assert (np.abs(share - expected) <= 4.5 * np.sqrt(expected * (1 - expected) / count)).all()
+        # A row in company draws what it draws alone.
+        assert np.array_equal(many(draw, index), beside(draws, np.stack([index, index], 1)))
 
 
 def test_ties_stay_and_the_least_settings_are_greedy():
@@ -85,15 +94,15 @@ def test_logits_that_say_nothing_are_refused(temperature):
     logits = np.zeros((ROWS, V), np.float32)
     logits[0, 3], logits[1, 3], logits[2] = np.nan, np.inf, -np.inf
     logits[3, 1:] = -np.inf  # one token alone is a choice
-    found = chosen(logits, Sampling(temperature))
-    assert found[:3].tolist() == [REFUSED] * 3
-    assert found[3] == 0
-    assert 0 <= found[4] < V
+    ids = chosen(logits, Sampling(temperature))
+    assert ids[:3].tolist() == [REFUSED] * 3
+    assert ids[3] == 0
+    assert 0 <= ids[4] < V
 
 
 def test_a_row_draws_by_itself_and_settings_compile_nothing():
     rows = np.random.default_rng(0).standard_normal((3, V)).astype(np.float32)
-    whole = chosen(rows, Sampling(1.0, 0.9), key=3, index=5)
+    first = chosen(rows, Sampling(1.0, 0.9), key=3, index=5)
     changed = rows.copy()
     changed[0] = 0
     with compilations() as compiled:
@@ -101,7 +110,7 @@ def test_a_row_draws_by_itself_and_settings_compile_nothing():
         for sampling in (Sampling(), Sampling(0.2), Sampling(1.0, 0.3), Sampling(1.0, 1.0, 2)):
             chosen(rows, sampling)
     assert not compiled
-    assert drawn_again[1:].tolist() == whole[1:].tolist()
+    assert drawn_again[1:].tolist() == first[1:].tolist()
     same = np.broadcast_to(rows[:1], rows.shape)
     drawn = np.stack([chosen(same, Sampling(1.5), key, index) for key in (0, jax.random.key(1)) for index in range(20)])
     assert (drawn[:, 0] != drawn[:, 1]).any()
@@ -114,9 +123,5 @@ def test_what_is_no_sampling_is_refused():
     for wrong in wrongs:
         with pytest.raises(ConfigError, match="expected"):
             Sampling(*wrong)
-    with pytest.raises(InputError, match="without a key; expected"):
-        draw_of(Sampling(0.7), None, ())
-    with pytest.raises(InputError, match="at most 64 bits"):
-        draw_of(Sampling(0.7), 2**63, ())
     beyond = draw_of(Sampling(1.0, top_k=10**12), 0, ())
     assert beyond.top_k == draw_of(Sampling(1.0), 0, ()).top_k  # as all tokens

@@ -13,6 +13,7 @@ from kvpatch_jax import models
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Paged
 from kvpatch_jax.models.attention import using
+from kvpatch_jax.models.decoder.grouped import ExpertWeights, mix_experts
 from kvpatch_jax.models.decoding import Forward
 from kvpatch_jax.models.families.family import abstract, placeholders
 from kvpatch_jax.models.towers.packed import plan_patches
@@ -21,8 +22,8 @@ from tests.models.released_configs import RELEASED
 GIB = 2**30
 TWELVE_MEGAPIXELS = (214, 286)
 """Rows and columns of patches of 14 pixels: 2996 × 4004 pixels, 61 204 patches."""
-NATIVE = ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "moonshotai/Kimi-VL-A3B-Instruct")
-"""Towers at native resolution."""
+EXPERTS_30B = {"layers": 48, "experts": 128, "chosen": 8, "width": 2048, "inner": 768}
+"""Of Qwen3-30B-A3B."""
 
 
 class Program(NamedTuple):
@@ -75,7 +76,7 @@ def paged_programs(keys: int, pool_slots: int, *, layers: int, page_size: int = 
         for channel in layout.channels
     }
     paged = Paged(pool, shape((1, pages), jnp.int32), shape((1, keys), bool), shape((1, keys), jnp.int32))
-    one = shape((1, 1), jnp.int32)
+    unit = shape((1, 1), jnp.int32)
 
     def prefill(state: Any, prompt: Tokens, paged: Paged, rows: Any) -> Any:
         return forward.prefill.__wrapped__(state, prompt, paged, None, rows, start_layer=0, hidden_at=())
@@ -86,8 +87,8 @@ def paged_programs(keys: int, pool_slots: int, *, layers: int, page_size: int = 
         )
 
     return {
-        "prefill": Program(prefill, (forward.state, prompt(512), paged, one)),
-        "step": Program(step, (forward.state, prompt(1), pool, paged._replace(pool={}), one), (2,)),
+        "prefill": Program(prefill, (forward.state, prompt(512), paged, unit)),
+        "step": Program(step, (forward.state, prompt(1), pool, paged._replace(pool={}), unit), (2,)),
     }
 
 
@@ -107,16 +108,26 @@ def tower_program(name: str, grid: tuple[int, int], implementation: tuple[str, .
     return Program(run, (forward.state, jax.ShapeDtypeStruct(shape, jnp.float32), arrays))
 
 
+def mix_30b(x: Any, index: Any, weights: Any, stack: ExpertWeights, layer: Any) -> Any:
+    """Mixes tokens' experts in the implementation that is best where it is traced."""
+    return mix_experts(x, index, weights, stack, jax.nn.silu, layer=layer)
+
+
+def experts_program(tokens: int, layers: int = EXPERTS_30B["layers"]) -> Program:
+    """The experts of so many tokens in one layer of a stack."""
+    spec: Any = jax.ShapeDtypeStruct
+    experts, chosen, width, inner = (EXPERTS_30B[name] for name in ("experts", "chosen", "width", "inner"))
+    into, out = (layers, experts, width, inner), (layers, experts, inner, width)
+    stack = ExpertWeights(*(spec(shape, jnp.bfloat16) for shape in (into, into, out)))
+    pairs = spec((tokens, chosen), jnp.int32), spec((tokens, chosen), jnp.float32)
+    return Program(mix_30b, (spec((tokens, width), jnp.bfloat16), *pairs, stack, spec((), jnp.int32)))
+
+
 def temporaries(compiled: jax.stages.Compiled) -> float:
     """GiB that a program needs beside its arguments and results, by the compiler's own analysis."""
     analysis = compiled.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes / GIB
-
-
-def temporaries_here(program: Program) -> float:
-    """The same for this process's devices."""
-    return temporaries(compiled_here(program))
 
 
 def compiled_here(program: Program) -> jax.stages.Compiled:
@@ -126,7 +137,7 @@ def compiled_here(program: Program) -> jax.stages.Compiled:
 
 def pool_copies(compiled: jax.stages.Compiled, pool_slots: int) -> list[str]:
     """Instructions that make another array of all of a pool's slots: copies, converted ones included."""
-    whole = re.compile(
+    pattern = re.compile(
         rf"= \w+\[\d+,(?:{pool_slots}|{pool_slots // 64},64),4,128\]\S* (copy|convert|transpose|concatenate)\("
     )
-    return [line.strip() for line in (compiled.as_text() or "").splitlines() if whole.search(line)]
+    return [line.strip() for line in (compiled.as_text() or "").splitlines() if pattern.search(line)]

@@ -1,12 +1,11 @@
-"""Prefill over a mesh axis: chunks apart with selected tokens recomputed, beside one device.
+"""Chunks prefilled apart over devices, with chosen tokens recomputed, answer as one device does.
 
-Cases of four devices run in a program of their own (`parallel_cases.py`), whose results are asserted here.
+Cases of four devices run in a program of their own (`parallel_cases.py`), whose facts are asserted here.
 """
 
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,17 +16,11 @@ from kvpatch_jax.models.parallel import prefill_chunks_apart, read_question, rea
 from kvpatch_jax.models.parallel.prefill import lay_out
 from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.repair import Reading, attention_scores
-from tests.models.parallel_cases import SMALL, sequence
-from tests.models.test_sharding import findings
+from tests.models.parallel_cases import CASES, SMALL, case, sequence
+from tests.models.test_sharding import facts_of
+from tests.shared.arrays import placed
 
 BAR = 1e-5
-CASES = ("gqa", "mla", "mrope", "several", "budgets")
-
-
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    """What the program found, with four devices on the host."""
-    return findings("parallel_cases", *CASES, devices=4)
 
 
 def check_equal(result: dict[str, Any]) -> None:
@@ -38,13 +31,20 @@ def check_equal(result: dict[str, Any]) -> None:
     assert result["errors"][worst] <= BAR, f"{worst}: off by {result['errors'][worst]:.2e}"
 
 
-# ---------------------------------------------------------------------------------------------- on four devices
+@pytest.mark.usefixtures("highest_precision")
+def test_chunks_of_one_device_answer_as_its_joined_caches():
+    check_equal(case(random_backbone(SMALL), 2, (10, 10, 10, 10), jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    return facts_of("parallel_cases", *CASES, "budgets", devices=4)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", CASES[:-1])
-def test_heads_latents_images_and_several_chunks_over_devices_answer_as_one_device(facts, case):
-    check_equal(facts[case])
+@pytest.mark.parametrize("name", CASES)
+def test_heads_latents_and_images_over_devices_answer_as_one_device(facts, name):
+    check_equal(facts[name])
 
 
 @pytest.mark.nightly
@@ -56,9 +56,6 @@ def test_only_chosen_tokens_change_and_all_of_them_are_a_prefill(facts):
     assert budgets["others_keep_their_bits"]
     assert budgets["chosen_change"]
     assert budgets["prepared"] <= BAR  # of KV that was available
-
-
-# ----------------------------------------------------------------------------------------------- on one device
 
 
 @pytest.mark.parametrize(
@@ -78,16 +75,16 @@ def test_chunks_that_do_not_fit_are_refused(tokens, chunks, message):
 def test_bad_input_is_refused(unchecked):
     backbone, devices = random_backbone(SMALL), jax.devices()[:1]
     windowed = random_backbone(SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
-    over, (context, question) = spread_backbone(backbone, devices), sequence(backbone, 1, (20, 20))
+    over, (context, question) = spread_backbone(backbone, devices), sequence(backbone, 2, (10, 10, 10, 10))
     with pytest.raises(ConfigError, match="got a sliding window of 4 tokens; expected full attention"):
         spread_backbone(windowed)
-    cache = prefill_chunks_apart(over, context)
+    cache = prefill_chunks_apart(over, context, (10, 10, 10, 10))
     with pytest.raises(ShapeError, match="expected 39 tokens"):
         prefill_chunks_apart(over, context.take(0, 39), kv=cache.gather())
     with pytest.raises(InputError, match=r"ratio: got 1.2; expected 0 to 1"):
         read_question(over, cache, question, ratio=1.2)
-    with pytest.raises(ShapeError, match="question: got 2 rows; expected the context's 1"):
-        read_question(over, cache, sequence(backbone, 2, (20, 20))[1], ratio=0.1)
+    with pytest.raises(ShapeError, match="question: got 1 rows; expected the context's 2"):
+        read_question(over, cache, sequence(backbone, 1, (20, 20))[1], ratio=0.1)
 
 
 @pytest.mark.parametrize("reading", get_args(Reading))
@@ -96,9 +93,8 @@ def test_scores_are_the_reductions_of_paper_and_code(reading):
     B, T, N, K, H, S = 2, 3, 4, 2, 8, 10
     query, keys = rng.standard_normal((B, T, N, H)), rng.standard_normal((B, S, K, H))
     allowed = np.broadcast_to(np.arange(S) <= S - T + np.arange(T)[:, None], (B, 1, T, S))
-    heads = jnp.asarray(keys, jnp.float32)
-    seen = LayerAttention(jnp.asarray(query, jnp.float32), heads, jnp.asarray(allowed), 0.5)
-    scores = attention_scores(seen, reading, S - T)
+    seen = LayerAttention(placed(query, "float32"), placed(keys, "float32"), placed(allowed), 0.5)
+    scores = jax.jit(attention_scores, static_argnums=(1, 2))(seen, reading, S - T)
 
     # Query head n reads KV head n // 2.
     weights = np.einsum("BTNH,BSNH->BNTS", query, np.repeat(keys, N // K, axis=2)) * 0.5
@@ -113,15 +109,22 @@ def test_scores_are_the_reductions_of_paper_and_code(reading):
 
 
 def test_queries_taken_in_blocks_read_the_same(monkeypatch):
-    rng = np.random.default_rng(4)
-    query, key, value = (
-        jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((2, 37, 4, 8), (2, 29, 2, 8), (2, 29, 2, 5))
-    )
-    # Some queries see nothing.
-    mask = Mask(causal=True, query_places=jnp.asarray(rng.integers(-1, 29, (2, 37)), jnp.int32))
-    dense = readouts.readout(query, key, value, mask, 0.3)
-    for scores in (29, 29 * 5):
-        monkeypatch.setattr(readouts, "DENSE_SCORES", scores)
-        for block, expected in zip(readouts.readout(query, key, value, mask, 0.3), dense, strict=True):
-            np.testing.assert_allclose(block, expected, atol=2e-6)
-    assert np.isneginf(np.asarray(dense[1])).any()
+    """What a part of the keys adds to a mean, and the logarithm of its weights, against float64."""
+    rng, scale = np.random.default_rng(4), 0.3
+    shapes = (2, 37, 4, 8), (2, 29, 2, 8), (2, 29, 2, 5)
+    query, key, value = (placed(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    places = rng.integers(-1, 29, (2, 37)).astype(np.int32)  # some queries see nothing
+    scores = np.einsum("BTNH,BSNH->BTNS", query, np.repeat(key, 2, axis=2)).astype(np.float64) * scale
+    scores = np.where((np.arange(29) <= places[..., None])[:, :, None], scores, -np.inf)
+    with np.errstate(divide="ignore"):
+        logarithms = np.log(np.exp(scores).sum(-1))
+    empty = np.isneginf(logarithms)
+    weights = np.exp(scores - np.where(empty, 0, logarithms)[..., None])
+    mixed = np.einsum("BTNS,BSNW->BTNW", weights, np.repeat(value, 2, axis=2))
+    for most in (29 * 5, 2**20):
+        monkeypatch.setattr(readouts, "DENSE_SCORES", most)
+        run = jax.jit(readouts.readout, static_argnums=4)
+        output, weight = run(query, key, value, Mask(causal=True, query_places=places), scale)
+        np.testing.assert_allclose(np.asarray(output)[~empty], mixed[~empty], atol=2e-6)
+        np.testing.assert_allclose(np.asarray(weight).reshape(empty.shape), logarithms, atol=2e-6)
+    assert empty.any()
