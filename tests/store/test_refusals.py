@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import sqlite3
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,47 +153,3 @@ def test_a_root_that_is_removed_while_it_is_open(folder: Path):
         old.close()
     assert numbers_of(new) == [1]
     new.close()
-
-
-# ------------------------------------------------------------------------------------------ mounts, which need a right
-
-
-@contextlib.contextmanager
-def mounted(root: Path, *arguments: str) -> Iterator[None]:
-    if subprocess.run(["mount", *arguments, root], check=False).returncode:
-        pytest.skip("no right to mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", root], check=True)
-
-
-@pytest.mark.nightly
-def test_a_disk_of_two_megabytes_that_is_full(folder: Path):
-    (root := folder / "disk").mkdir()
-    with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
-        store = Objects(root / "root", memory=0)
-        count = 0
-        with contextlib.suppress(StoreError):  # until the index has no room either
-            for count in range(3000):
-                put(store, count)
-        assert 100 < count < 2999
-        assert [store.get(name_of(number), value_of) for number in range(count)] == list(range(count))
-        store.delete(f"{0:032x}")
-        store.delete(f"{1:032x}")
-        put(store, 0)
-        assert store.get(name_of(0), value_of) == 0
-        assert store.damaged() == []
-        store.close()
-
-
-@pytest.mark.nightly
-def test_a_root_that_is_mounted_read_only(folder: Path):
-    with contextlib.closing(Objects(root := folder / "root")) as store:
-        put(store, 1)
-    with mounted(root, "--bind", str(root)):
-        subprocess.run(["mount", "-o", "remount,ro,bind", root], check=True)
-        with pytest.raises(StoreError, match="Read-only"):
-            Objects(root)
-    with contextlib.closing(Objects(root)) as store:
-        assert store.get(name_of(1), value_of) == 1
