@@ -270,8 +270,9 @@ def test_cuts_while_objects_are_evicted(disk: Disk):
         store.put([(name_of(number), object_of(number))])
         disk.acknowledged += 1
         states[-1][number] = {None, number}
-        before: dict[int, set[int | None]] = {other: {other, None} for other in range(1, number)}
-        states.append(before | {number: {number}})
+        state: dict[int, set[int | None]] = {other: {other, None} for other in range(1, number)}
+        state[number] = {number}
+        states.append(state)
     disk.cut()
     assert store.counters["evicted"] > 0
     check_cuts(disk, states)

@@ -2,7 +2,7 @@
 
 The syntax of references; a tenant's files with their quota; an operator's versions while they are held; retrieval.
 """
-# pyright: reportOptionalMemberAccess=false, reportOptionalContextManager=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalContextManager=false
 
 import concurrent.futures
 import io

@@ -3,12 +3,9 @@
 
 import concurrent.futures
 import contextlib
-import shutil
 import socket
-import subprocess
 import threading
 import time
-import urllib.request
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from kvpatch_jax.store.objects import Objects
 from tests.store import store_cases
 from tests.store.store_cases import KEY, MODEL, SECRET, name_of, object_of, value_of, wait_for
 
-REMOTES = ["memory", "file", "valkey", pytest.param("s3", marks=pytest.mark.nightly)]
+REMOTES = ["memory", "file", "valkey"]
 
 
 def free_port():
@@ -29,47 +26,19 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def is_answered(port):
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-@contextlib.contextmanager
-def bucket(monkeypatch):
-    """A bucket of moto's S3, which takes the place of Amazon's."""
-    port = free_port() if shutil.which("moto_server") else pytest.skip("no moto_server")
-    with subprocess.Popen(["moto_server", "-p", str(port)], stdout=-3, stderr=-3) as process:
-        try:
-            wait_for(lambda: process.poll() is not None or is_answered(port), 60.0)
-            if process.poll() is not None:
-                pytest.skip("moto_server does not run")
-            url = f"http://127.0.0.1:{port}"
-            settings = {"ENDPOINT": url, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "REGION": "us-east-1"}
-            for name, value in {**settings, "ALLOW_HTTP": "true"}.items():
-                monkeypatch.setenv(f"AWS_{name}", value)
-            urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=60).close()
-            yield "s3://bucket/prefix"
-        finally:
-            process.kill()
-
-
 @pytest.fixture(params=REMOTES)
-def connect(request, tmp_path, monkeypatch):
+def connect(request, tmp_path):
     """Returns a function that opens the same remote store anew, as another machine does; "index" has none."""
-    with contextlib.ExitStack() as stack:
-        place = {"s3": lambda: stack.enter_context(bucket(monkeypatch)), "file": lambda: f"file://{tmp_path}/shared"}
-        if request.param in place:
-            url = place[request.param]()
-            yield lambda: open_remote(url)
-        elif request.param == "memory":
-            store = pytest.importorskip("obstore.store").MemoryStore()
-            yield lambda: open_remote(store)
-        elif request.param == "valkey":
-            fakeredis = pytest.importorskip("fakeredis")
-            fake = fakeredis.FakeServer(server_type="valkey")
-            yield lambda: open_remote(fakeredis.FakeValkey(server=fake))
-        else:
-            yield lambda: None
+    if request.param == "file":
+        return lambda: open_remote(f"file://{tmp_path}/shared")
+    if request.param == "memory":
+        store = pytest.importorskip("obstore.store").MemoryStore()
+        return lambda: open_remote(store)
+    if request.param == "valkey":
+        fakeredis = pytest.importorskip("fakeredis")
+        fake = fakeredis.FakeServer(server_type="valkey")
+        return lambda: open_remote(fakeredis.FakeValkey(server=fake))
+    return lambda: None
 
 
 in_memory = pytest.mark.parametrize("connect", ["memory"], indirect=True)

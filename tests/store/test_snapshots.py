@@ -1,4 +1,5 @@
 """A snapshot or Orbax item restores what was saved, bit for bit, under its new store's names, or nothing at all."""
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 import errno
 import os
