@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from kvpatch_jax.store import index
 from kvpatch_jax.store.objects import Objects
 from kvpatch_jax.store.remote import open_remote
-from tests.store.store_cases import KEY, SECRET, name_of, object_of, value_of
+from tests.store.store_cases import KEY, SECRET, name_of, object_of, value_of, wait_for
 
 BUDGET = 8_000
 PAIR = 1000
@@ -25,16 +26,27 @@ PAIR = 1000
 
 
 class Versions:
-    """Last version that was begun and that was acknowledged of each number."""
+    """Last version that was begun and that was acknowledged of each number, until the writers are told to end."""
 
     def __init__(self, count: int):
-        self.begun, self.acknowledged = np.frombuffer(mmap.mmap(-1, 16 * count), np.int64).reshape(2, count)
+        memory = np.frombuffer(mmap.mmap(-1, 16 * count + 8), np.int64)
+        self.begun, self.acknowledged, self._end = memory[:count], memory[count:-1], memory[-1:]
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._end[0])
+
+    def end(self, seconds: float) -> None:
+        """Tells the writers to end after some seconds, or later if one of them has hardly begun by then."""
+        time.sleep(seconds)
+        wait_for(lambda: bool(self.acknowledged.min() > 1), 60)
+        self._end[0] = 1
 
 
-def write(store: Objects, versions: Versions, number: int, seed: int, end: float) -> None:
+def write(store: Objects, versions: Versions, number: int, seed: int) -> None:
     """Puts and deletes an object again and again, also with a second one, and from the queue."""
     chance = random.Random(seed)
-    while time.monotonic() < end:
+    while not versions.is_over:
         version = int(versions.begun[number]) + (1 if versions.begun[number] % 2 == 0 or chance.random() < 0.3 else 2)
         versions.begun[number] = version
         if version % 2 == 0:
@@ -46,23 +58,27 @@ def write(store: Objects, versions: Versions, number: int, seed: int, end: float
         versions.acknowledged[number] = version
 
 
-def read(store: Objects, versions: Versions, numbers: Sequence[int], seed: int, end: float, lossy: bool = False) -> int:
-    """Reads all the time, and compares with what was acknowledged before and begun until after the read.
+def check(store: Objects, versions: Versions, number: int, lossy: bool = False) -> None:
+    """Reads, and compares with what was acknowledged before and begun until after the read.
 
     Args:
       lossy: whether objects may have been evicted.
     """
+    first = int(versions.acknowledged[number])
+    value = store.get(name_of(number), value_of)
+    last = int(versions.begun[number])
+    if value is None:
+        assert lossy or first % 2 == 0 or last > first, (number, first, last)
+    else:
+        assert first <= value <= last, (number, first, value, last)
+    assert not lossy or store.usage().bytes <= BUDGET
+
+
+def read(store: Objects, versions: Versions, numbers: Sequence[int], seed: int, lossy: bool = False) -> int:
+    """Checks all the time."""
     chance, count = random.Random(seed), 0
-    while time.monotonic() < end:
-        number = chance.choice(numbers)
-        first = int(versions.acknowledged[number])
-        value = store.get(name_of(number), value_of)
-        last = int(versions.begun[number])
-        if value is None:
-            assert lossy or first % 2 == 0 or last > first, (number, first, last)
-        else:
-            assert first <= value <= last, (number, first, value, last)
-        assert not lossy or store.usage().bytes <= BUDGET
+    while not versions.is_over:
+        check(store, versions, chance.choice(numbers), lossy)
         count += 1
     return count
 
@@ -81,47 +97,47 @@ def opened(folder: str, memory: int = 0) -> Mapping[str, Objects]:
 def forked(task: Callable[[], object]) -> int:
     if pid := os.fork():
         return pid
-    code = 1
     try:
         task()
-        code = 0
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def drill(folder: str, seconds: float, processes: int, kills: int, seed: int) -> None:
     """Runs writers, and a reader beside each; kills writers, whose place others take. Then opens the stores anew."""
     os.mkdir(f"{folder}/remote")
     index.GRACE_SECONDS = 2.0  # living writers' files come near to be collected
-    versions, end, chance = Versions(processes), time.monotonic() + seconds, random.Random(seed)
+    versions, chance = Versions(processes), random.Random(seed)
     kinds = ["plain", "encrypted", "small", "sent"]
     numbers = {kind: [number for number in range(processes) if kinds[number % 4] == kind] for kind in kinds}
 
     def writer(number: int, seed: int) -> None:
-        write(opened(folder, number % 3 * 2000)[kinds[number % 4]], versions, number, seed, end)
+        write(opened(folder, number % 3 * 2000)[kinds[number % 4]], versions, number, seed)
 
     def reader(number: int) -> None:
         kind = kinds[number % 4]
-        read(opened(folder, number % 2 * 2000)[kind], versions, numbers[kind], number, end, kind == "small")
+        read(opened(folder, number % 2 * 2000)[kind], versions, numbers[kind], number, kind == "small")
 
     writers = [forked(lambda number=number: writer(number, seed)) for number in range(processes)]
     readers = [forked(lambda number=number: reader(number)) for number in range(processes)]
+    wait_for(lambda: bool(versions.acknowledged.min() > 0), 60)
     for kill in range(kills):
         time.sleep(seconds / (kills + 1))
         number = chance.randrange(processes)
         os.kill(writers[number], signal.SIGKILL)
         os.waitpid(writers[number], 0)
         writers[number] = forked(lambda number=number, kill=kill: writer(number, seed + kill + 1))
+    versions.end(0.0)
     assert [os.waitpid(pid, 0)[1] for pid in writers + readers] == [0] * 2 * processes
-    assert versions.acknowledged.min() > 0
 
     stores = opened(folder)
     stores["sent"].flush()
     machine = Objects(f"{folder}/machine", secret=SECRET, remote=stores["sent"].remote)
     for kind, store in stores.items():
-        read(store, versions, numbers[kind], 0, time.monotonic() + 0.1, kind == "small")
         for number in numbers[kind]:
+            check(store, versions, number, kind == "small")
             values = [store.get(name_of(other), value_of) for other in (number, PAIR + number)]
             assert kind != "sent" or machine.get(name_of(number), value_of) == values[0]
             assert kind == "small" or values[1] is None or values[1] <= versions.begun[number]

@@ -84,14 +84,17 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+def refused(key: bytes | None) -> contextlib.suppress:
+    """Encrypted bytes of another object are intact, but do not open for this name: that may be an error instead."""
+    return contextlib.suppress(*([] if key is None else [StoreError]))
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("key", [None, KEY])
-def test_a_damaged_file_is_a_miss_until_the_next_put(
-    folder: Path, damage: Callable[[Path, Path], None], key: bytes | None
-):
+def test_a_damaged_file_is_a_miss_until_the_next_put(folder: Path, damage: str, key: bytes | None):
     store = filled(folder / "root", key=key)
     DAMAGES[damage](file_of(store, name_of(3)), file_of(store, name_of(4)))
-    with contextlib.suppress(StoreError):  # another object's bytes, which are intact, but do not open for this name
+    with refused(key):
         assert store.get(name_of(3), content_of) is None
         assert not store.contains(name_of(3))  # whoever asks puts it again
     assert store.get(name_of(4), content_of) == (4, 0, list(range(4, 64)))
@@ -107,7 +110,7 @@ def test_a_file_of_another_tenant_or_name_is_never_read(folder, key):
     store, other = filled(folder / "root", key=key), filled(folder / "root", tenant="other", key=key)
     for source in (file_of(other, name_of(3)), file_of(store, name_of(4))):
         file_of(store, name_of(3)).write_bytes(source.read_bytes())
-        with contextlib.suppress(StoreError):
+        with refused(key):
             assert store.get(name_of(3), content_of) is None
     store.close()
     other.close()
@@ -374,7 +377,7 @@ def test_a_damaged_log_loses_writes_but_shows_no_wrong_ones(folder):
     store = filled(folder / "root")
     store.put([(name_of(number), object_of(number, 1)) for number in range(10)])
     chance, copy = random.Random(3), folder / "copy"
-    for _ in range(12):
+    for _ in range(6):
         shutil.copytree(folder / "root", copy)
         data = (copy / "index.sqlite-wal").read_bytes()
         (copy / "index.sqlite-wal").write_bytes(flipped(data, chance.randrange(len(data)), 3))

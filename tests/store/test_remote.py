@@ -228,6 +228,20 @@ def test_a_refused_object_does_not_hold_up_the_others(client, machine):
     assert other.get(name_of(1), value_of) == 1
 
 
+def test_what_is_deleted_does_not_come_back_before_the_deletion_is_sent(client, machine):
+    objects = machine(1, Remote(client))
+    objects.put([(name_of(number), object_of(number)) for number in (1, 2)])
+    objects.flush()
+    with objects.sender.alone():  # the remote store still has both
+        objects.delete(name_of(1).partition("/")[0])
+        assert objects.get(name_of(1), value_of) is None
+        assert objects.get(name_of(1), value_of, remote=False) is None
+        objects.delete_tenant()
+        assert objects.get(name_of(2), value_of) is None
+    objects.flush()
+    assert [objects.get(name_of(number), value_of) for number in (1, 2)] == [None, None]
+
+
 def test_several_stores_of_a_root_send_each_object_once(client, machine):
     stores = [machine(1, Remote(client)) for _ in range(4)]
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import hypothesis
@@ -194,16 +193,16 @@ def test_reads_follow_what_is_acknowledged():
 # ---------------------------------------------------------------------------------------------- threads and processes
 
 
-def test_threads_read_what_is_acknowledged(folder):
-    versions, end = Versions(3), time.monotonic() + 1
+def test_threads_read_what_is_acknowledged(folder: Path):
+    versions = Versions(3)
     stores = [Objects(folder / "root", secret=SECRET, memory=memory) for memory in (0, 0, 3000, 1 << 20)]
     with concurrent.futures.ThreadPoolExecutor(7) as pool:
-        writers = [pool.submit(write, stores[number], versions, number, number, end) for number in range(3)]
-        readers = [pool.submit(read, store, versions, range(3), seed, end) for seed, store in enumerate(stores)]
+        writers = [pool.submit(write, stores[number], versions, number, number) for number in range(3)]
+        readers = [pool.submit(read, store, versions, range(3), seed) for seed, store in enumerate(stores)]
+        versions.end(0.8)
         for writer in writers:
             writer.result()
-        assert min(reader.result() for reader in readers) > 5
-    assert versions.acknowledged.min() > 1
+        assert min(reader.result() for reader in readers) > 0
     for store in stores:
         assert store.counters["damaged"] == 0
         store.close()

@@ -1,9 +1,7 @@
 """The commands and metrics of a store count, verify and move exactly what is in a root."""
 
-import contextlib
 import json
 import os
-import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,20 +76,6 @@ def test_verify_reports_damage_by_its_exit_status_and_deletes_it_if_asked(root: 
     assert not any(path.exists() for path in paths)
     assert call("verify")[0] == 0
     assert call("stat")[1][0]["objects"] == 3
-
-
-def test_verify_reports_a_damaged_index_which_is_then_made_again(root: Path, call: Call):
-    path = root / "index.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        (size,) = database.execute("PRAGMA page_size").fetchone()
-        (page,) = database.execute("SELECT rootpage FROM sqlite_master WHERE name = 'by_file'").fetchone()
-    content = bytearray(path.read_bytes())
-    content[page * size - 20] ^= 1  # no command but `verify` reads this entry
-    path.write_bytes(content)
-    status, (report,) = call("verify")
-    assert (status, report["names"]) == (1, ["index.sqlite"])
-    status, (report,) = call("verify")
-    assert (status, report["good"], report["encrypted"]) == (0, 3, 2)
 
 
 def test_a_tenant_and_a_root_are_exported_and_imported(root: Path, call: Call):
