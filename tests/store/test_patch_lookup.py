@@ -85,6 +85,10 @@ def test_an_orbit_patch_serves_every_order(store: ChunkStore):
     assert seeds(store, members) == [6]
     assert seeds(store, members[::-1]) == []
     assert seeds(store, ("A", "B", "B"), orbit=True) == []  # which of the contents of "B" is meant?
+    fields: dict[str, Any] = {"orbit": True, "base": "conditioned"}
+    store.put_patches([patch_for(("A",), 7, base_antecedent=members[1:], **fields)])
+    assert seeds(store, ("A",), base_antecedent=members[1:], **fields) == [7]
+    assert seeds(store, ("A",), base_antecedent=members[:0:-1], **fields) == []  # the base's order counts
 
 
 def test_lead_and_encoding_are_part_of_what_is_served(store: ChunkStore):
@@ -112,7 +116,7 @@ def test_patches_of_an_older_version_are_not_served(store: ChunkStore):
     assert seeds(store, ("A",), content="one") == [1, 3]
     ranks = [patch.ranks["k"] for patch in store.get_patches(PatchKey("page", MODEL, ("A",)))]
     assert ranks == [3, 2]  # the largest first
-    store.put(chunk_of("page", content="of another lead", lead="a lead"))
+    store.put(chunk_of("page", content="one", lead="a lead"))
     assert seeds(store, ("A",)) == [2, 3]
     store.delete("page", MODEL)
     assert seeds(store, ("A",)) == []

@@ -294,6 +294,27 @@ def test_a_queued_put_fails_alone_says_so_and_cannot_be_cancelled(folder: Path, 
         assert sorted(store.with_prefix("")) == [name_of(number) for number in (0, 1, 3, 4, 20)]
 
 
+def test_of_queued_puts_the_last_stays_and_a_deletion_drops_them(folder: Path):
+    begun, opened = threading.Event(), threading.Event()
+
+    def slow() -> Encoded:
+        begun.set()
+        assert opened.wait(60)
+        return object_of(1)
+
+    with contextlib.closing(Objects(folder / "root")) as store:
+        first = store.put_async(name_of(1), slow, 9)
+        assert begun.wait(60)  # it is being written, and those that follow wait
+        second, third = (store.put_async(name_of(number), lambda: object_of(2), 9) for number in (1, 2))
+        assert (store.get(name_of(1), value_of), store.get(name_of(2), value_of)) == (2, 2)
+        assert store.delete(f"{2:032x}")
+        assert not third.result()
+        assert store.get(name_of(2), value_of) is None
+        opened.set()
+        assert (first.result(), second.result()) == (True, True)
+        assert [store.get(name_of(number), value_of) for number in (1, 2)] == [2, None]
+
+
 def test_connections_end_with_their_threads_and_locks_with_their_store(folder: Path):
     store = Objects(folder / "root")
     store.put([(name_of(1), object_of(1))])
