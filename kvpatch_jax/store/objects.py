@@ -368,9 +368,12 @@ class Objects:
 
     def _read_remote(self, name: str) -> tuple[Stored | None, Any]:
         """Reads and verifies an object of the remote store, with its etag; None if it is not there, or damaged."""
+        # What this machine has deleted stays there until the deletion is sent.
+        query = "SELECT 1 FROM outbox WHERE tenant = ? AND operation = 'delete' AND name IN ('', ?, ?)"
+        is_deleted = self.index.row(query, self.tenant, f"{name.partition('/')[0]}/", name) is not None
         data, etag = self.remote.get(self._remote_name(name))
-        if data is None:
-            return None, None
+        if data is None or is_deleted:
+            return None, etag
         try:
             stored = _parse_named(data, self.tenant, name, self.key)
         except StoreCorruptError:

@@ -1,30 +1,26 @@
-"""Damaged files, indexes and secrets give misses or typed errors, never wrong bytes, and the store works afterwards."""
+"""A damaged file, index or secret is a miss or a typed error, never wrong numbers, and the next put repairs it."""
 
 import contextlib
+import copy
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
 
+import kvpatch_jax as kvp
 from kvpatch_jax.errors import KVPatchError, StoreCorruptError, StoreError
-from kvpatch_jax.store import files, index
+from kvpatch_jax.store import ChunkStore, codec, files, index
 from kvpatch_jax.store.files import Encoded, Header, Stored, object_parts, parse_object
 from kvpatch_jax.store.objects import Objects
+from tests.store.store_cases import KEY, MODEL, SECRET, chunk_of, file_of, flip, name_of, same_chunk
 
-SECRET = b"s" * 16
-KEY = b"k" * 32
 OBJECTS = 40
 HEADER = Header("tenant", "name", 7, 1e12)
-
-
-def name_of(number: int) -> str:
-    return f"{number:032x}/enc"
 
 
 def object_of(number: int, version: int = 0) -> Encoded:
@@ -46,12 +42,6 @@ def filled(root: Path, **options) -> Objects:
     return store
 
 
-def file_of(store: Objects, number: int) -> Path:
-    query = "SELECT file FROM objects WHERE tenant = ? AND name = ?"
-    (file,) = store.index.row(query, store.tenant, name_of(number)) or ("",)
-    return Path(store.root, "data", file)
-
-
 def flipped(data: bytes, position: int, bit: int) -> bytes:
     copy = bytearray(data)
     copy[position] ^= 1 << bit
@@ -61,75 +51,15 @@ def flipped(data: bytes, position: int, bit: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def sample() -> tuple[bytes, Encoded]:
-    leaves = {
-        "whole": np.arange(5, dtype=np.int64),
-        "brain": np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16),
-        "few": np.asarray([True, False, True]),
-        "none": np.zeros((2, 0), np.float32),
-    }
-    encoded = Encoded("encoder", {"id": "ü", "list": [1, None, 2.5]}, leaves)
-    return b"".join(object_parts(encoded, HEADER)), encoded
-
-
 @pytest.mark.parametrize("key", [None, KEY])
-def test_every_flip_of_a_file_is_noticed(key):
-    data, encoded = sample()
-    if key is not None:
-        data = b"".join(object_parts(encoded, HEADER, key))
-    for position in range(len(data)):
-        with pytest.raises(StoreError):
-            parse_object(np.frombuffer(flipped(data, position, position % 8), np.uint8), key)
-
-
-def test_every_length_of_a_file_but_its_own_is_noticed():
-    data, _ = sample()
-    for size in range(len(data)):
-        with pytest.raises(StoreCorruptError):
-            parse_object(np.frombuffer(data[:size], np.uint8))
-    with pytest.raises(StoreCorruptError):
-        parse_object(np.frombuffer(data + bytes(64), np.uint8))
-
-
-def test_any_safetensors_reader_opens_a_file():
-    _, encoded = sample()
-    arrays = dict(encoded.arrays)
-    del arrays["brain"]  # of a dtype that NumPy's reader has no name for
-    arrays = safetensors.numpy.load(b"".join(object_parts(encoded._replace(arrays=arrays), HEADER)))
-    assert {name for name in arrays if not name.startswith("pad.")} == {"whole", "few", "none"}
-    for name in ("whole", "few", "none"):
-        np.testing.assert_array_equal(arrays[name], encoded.arrays[name])
-
-
-def _cut(file: Path, _: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def _empty(file: Path, _: Path) -> None:
-    os.truncate(file, 0)
-
-
-def _remove(file: Path, _: Path) -> None:
-    file.unlink()
-
-
-def _swap(file: Path, other: Path) -> None:
-    file.write_bytes(other.read_bytes())
-
-
-def _folder(file: Path, _: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def _link(file: Path, other: Path) -> None:
-    file.unlink()
-    file.symlink_to(other)
-
-
-def _pipe(file: Path, _: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
+def test_every_flip_and_every_length_of_a_file_is_noticed(key: bytes | None):
+    data = b"".join(object_parts(Encoded("encoder", {"id": "ü"}, object_of(3).arrays), HEADER, key))
+    assert parse_object(np.frombuffer(data, np.uint8), key)[1].arrays["output"].tolist() == list(range(3, 63))
+    damages = [flipped(data, position, position % 8) for position in range(len(data))]
+    damages += [data[:size] for size in range(len(data))] + [data + bytes(64)]
+    for damaged in damages:
+        with pytest.raises(StoreCorruptError if key is None else StoreError):
+            parse_object(np.frombuffer(damaged, np.uint8), key)
 
 
 def _version(file: Path, _: Path) -> None:
@@ -142,15 +72,33 @@ def _version(file: Path, _: Path) -> None:
     file.write_bytes(data[:8] + text + data[length:])
 
 
-@pytest.mark.parametrize("damage", [_cut, _empty, _remove, _swap, _folder, _link, _pipe, _version])
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "cut": lambda file, _: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file, _: os.truncate(file, 0),
+    "gone": lambda file, _: file.unlink(),
+    "another's": lambda file, other: file.write_bytes(other.read_bytes()),
+    "folder": lambda file, _: (file.unlink(), file.mkdir()),
+    "link": lambda file, other: (file.unlink(), file.symlink_to(other)),
+    "pipe": lambda file, _: (file.unlink(), os.mkfifo(file)),
+    "later version": _version,
+}
+
+
+def refused(key: bytes | None) -> contextlib.suppress:
+    """Encrypted bytes of another object are intact, but do not open for this name: that may be an error instead."""
+    return contextlib.suppress(*([] if key is None else [StoreError]))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("key", [None, KEY])
-def test_a_damaged_file_is_a_miss_until_the_next_put(folder, damage, key):
+def test_a_damaged_file_is_a_miss_until_the_next_put(folder: Path, damage: str, key: bytes | None):
     store = filled(folder / "root", key=key)
-    damage(file_of(store, 3), file_of(store, 4))
-    with contextlib.suppress(StoreError):  # another object's bytes, which are intact, but do not open for this name
+    DAMAGES[damage](file_of(store, name_of(3)), file_of(store, name_of(4)))
+    with refused(key):
         assert store.get(name_of(3), content_of) is None
+        assert not store.contains(name_of(3))  # whoever asks puts it again
     assert store.get(name_of(4), content_of) == (4, 0, list(range(4, 64)))
-    if damage not in (_version, _folder, _link) and (damage, key) != (_swap, KEY):
+    if damage not in ("later version", "folder", "link") and (damage, key) != ("another's", KEY):
         assert store.damaged() == [name_of(3)]
     assert store.put([(name_of(3), object_of(3, 1))]) == [True]
     assert store.get(name_of(3), content_of) == (3, 1, list(range(3, 63)))
@@ -160,9 +108,9 @@ def test_a_damaged_file_is_a_miss_until_the_next_put(folder, damage, key):
 @pytest.mark.parametrize("key", [None, KEY])
 def test_a_file_of_another_tenant_or_name_is_never_read(folder, key):
     store, other = filled(folder / "root", key=key), filled(folder / "root", tenant="other", key=key)
-    for source in (file_of(other, 3), file_of(store, 4)):
-        file_of(store, 3).write_bytes(source.read_bytes())
-        with contextlib.suppress(StoreError):
+    for source in (file_of(other, name_of(3)), file_of(store, name_of(4))):
+        file_of(store, name_of(3)).write_bytes(source.read_bytes())
+        with refused(key):
             assert store.get(name_of(3), content_of) is None
     store.close()
     other.close()
@@ -170,8 +118,8 @@ def test_a_file_of_another_tenant_or_name_is_never_read(folder, key):
 
 def test_verify_deletes_what_is_damaged_and_nothing_else(folder, monkeypatch):
     store = filled(folder / "root")
-    _cut(file_of(store, 3), file_of(store, 4))
-    _version(file_of(store, 5), file_of(store, 4))
+    os.truncate(file_of(store, name_of(3)), 400)
+    _version(file_of(store, name_of(5)), file_of(store, name_of(4)))
 
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -185,6 +133,95 @@ def test_verify_deletes_what_is_damaged_and_nothing_else(folder, monkeypatch):
     assert store.usage().count == OBJECTS - 1
     assert store.damaged() == []
     store.close()
+
+
+def test_a_damaged_chunk_is_a_miss_until_it_is_computed_again(folder: Path):
+    """Through the store's face: in the arrays, in the header, and with the checksums of another chunk's file."""
+    with ChunkStore(folder / "root", memory=0) as store:
+        for seed, id in enumerate(("arrays", "header", "other")):
+            store.put(chunk_of(id, seed))
+        files = [file_of(store.objects, store.names.canonical(MODEL, id)) for id in ("arrays", "header", "other")]
+        flip(files[0])
+        flip(files[1], 300)
+        files[2].write_bytes(file_of(store.objects, store.names.canonical(MODEL, "arrays")).read_bytes())
+        assert store.get_many(["arrays", "header", "other"], MODEL) == [None] * 3
+        assert store.statistics().counts["damaged"] >= 3
+        assert len(store.verify()) == 3
+        store.put_many([chunk_of("arrays"), chunk_of("header", 1)])
+        assert same_chunk(store.get("arrays", MODEL), chunk_of("arrays"))
+        assert len(store.verify(delete=True)) == 1
+        assert (store.verify(), store.usage().count) == ([], 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- bodies
+
+PRIVATE = "an id that nobody may read"
+PAGE = chunk_of(PRIVATE, tokens=9)
+
+
+def forged(encoded: Encoded, path: str, value: Any) -> Encoded:
+    """An object with another value at a path through its body; None deletes it."""
+    body = copy.deepcopy(dict(encoded.body))
+    *above, last = path.split("/")
+    table: Any = body
+    for word in above:
+        table = table[word]
+    table.pop(last) if value is None else table.update({last: value})
+    return encoded._replace(body=body)
+
+
+@pytest.fixture(scope="module")
+def bodies() -> dict[str, tuple[Encoded, Callable[[Stored], Any]]]:
+    conditioned = {name: value + np.float32(0.1) * value**2 for name, value in PAGE.kv.items()}
+    patch = kvp.form_patch(PAGE, conditioned, rank=2, antecedent=(PRIVATE,))
+    return {
+        "chunk": (codec.encode_chunk_object(PAGE), codec.decode_chunk_object),
+        "packed": (codec.encode_chunk_object(PAGE, "k4v4"), codec.decode_chunk_object),
+        "patch": (codec.encode_patch_object(kvp.quantise(patch, "int4")), codec.decode_patch_parts),
+        "encoder": (codec.encode_encoder(PRIVATE, MODEL, np.ones(3)), codec.decode_encoder),
+    }
+
+
+def test_words_of_later_versions_are_told_from_damage(bodies: dict):
+    later = [
+        *(("chunk", "quality", 1), ("packed", "encoding", "k4v4g32x2"), ("packed", "packed/k/dtype", "float4")),
+        *(("patch", f"metadata/{field}", "new") for field in ("base", "frame", "mask", "encoding")),
+        *(("packed", "packed/k/zero", 3), ("patch", "forms/k", ["u", "v", "core"]), ("encoder", "quality", 1)),
+    ]
+    attempts = [(forged(bodies[kind][0], path, value), bodies[kind][1]) for kind, path, value in later]
+    encoded, decode = bodies["chunk"]
+    for old, new in (('"gqa"', '"sparse"'), ('"half"', '"thirds"'), ('"theta"', '"base"')):
+        attempts.append((forged(encoded, "layout", encoded.body["layout"].replace(old, new)), decode))
+    attempts.append((encoded._replace(arrays={**encoded.arrays, "k.zero": np.ones(3)}), decode))
+    for attempt, decode in attempts:
+        with pytest.raises(StoreCorruptError) as refused:
+            decode(Stored(*attempt))
+        assert refused.value.other_format
+
+
+@pytest.mark.parametrize("kind", ["chunk", "packed", "patch", "encoder"])
+def test_whatever_a_malformed_body_holds_is_damage_without_ids(bodies: dict, kind: str):
+    """Any value in any place of the body, and any leaf of another shape or dtype: an error of the store, or a value."""
+    encoded, decode = bodies[kind]
+    values: list[Any] = [None, 0, -1, 1 << 62, 2.5, True, "", "x", [], [1], {}, [["x", None, "y"]], float("nan")]
+    paths = [f"{key}" for key in encoded.body]
+    paths += [f"{key}/{name}" for key, table in encoded.body.items() if isinstance(table, dict) for name in table]
+    paths += [f"packed/{name}/{word}" for name, form in encoded.body.get("packed", {}).items() for word in form]
+    attempts = [forged(encoded, path, value) for path in paths for value in values]
+    for name, array in encoded.arrays.items():
+        others = [array[..., :1], array.astype(np.float64), array[None], array.reshape(-1), np.zeros(0, np.uint8)]
+        attempts += [encoded._replace(arrays={**encoded.arrays, name: other}) for other in others]
+        attempts.append(encoded._replace(arrays={key: encoded.arrays[key] for key in encoded.arrays if key != name}))
+    refusals = []
+    for attempt in random.Random(0).sample(attempts, min(len(attempts), 300)):
+        try:
+            decode(Stored(*attempt))
+        except StoreCorruptError as error:
+            refusals.append(error)
+    assert refusals
+    for error in refusals:
+        assert PRIVATE not in str(error)
+        assert error.__suppress_context__ or error.__context__ is None
 
 
 # ------------------------------------------------------------------------------------------------------------ index
@@ -225,19 +262,16 @@ def check_root(root: Path, allowed: dict[int, set[int | None]]) -> int:
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory) -> Iterator[Path]:
+def closed(module_folder: Path) -> Path:
     """A root whose index has several pages of every kind; its checksums hold for objects 0 to 39."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path_factory.getbasetemp()
-    path = Path(folder, f"kvpatch-test-damage-{os.getpid()}")
-    store = filled(path, root_budget="10 MB")
+    store = filled(module_folder / "closed", root_budget="10 MB")
+    store.put([(name_of(number, "kv"), Encoded("chunk", {}, {"kv": np.zeros(1)})) for number in range(100, 400)])
     for number in range(100, 400):
-        store.put([(f"{number:032x}/kv", Encoded("chunk", {}, {"kv": np.zeros(1)}))])
         store.delete(f"{number + 1000:032x}")
     store.put([(name_of(number), object_of(number, 1)) for number in range(10)])
     store.delete(f"{39:032x}")
     store.close()
-    yield path
-    shutil.rmtree(path)
+    return module_folder / "closed"
 
 
 VERSIONS: dict[int, set[int | None]] = {number: {1 if number < 10 else 0} for number in range(OBJECTS - 1)}
@@ -270,16 +304,14 @@ def flip_index(closed: Path, root: Path, count: int, seed: int) -> None:
         shutil.rmtree(copy)
 
 
-def test_a_flip_in_the_index_never_gives_wrong_bytes(closed, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("count", "seed"), [(20, 1), *(pytest.param(500, seed, marks=pytest.mark.nightly) for seed in range(100, 104))]
+)
+def test_flips_in_the_index_never_give_wrong_bytes(
+    closed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, seed: int
+):
     monkeypatch.setattr(index, "BUSY_SECONDS", 0.2)
-    flip_index(closed, folder, 30, 1)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(4))
-def test_many_flips_in_the_index_never_give_wrong_bytes(closed, folder, monkeypatch, seed):
-    monkeypatch.setattr(index, "BUSY_SECONDS", 0.2)
-    flip_index(closed, folder, 500, 100 + seed)
+    flip_index(closed, folder, count, seed)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.4, 0.9])
@@ -314,7 +346,7 @@ def test_a_lost_index_is_made_again(folder):
 def test_of_two_files_of_a_name_a_new_index_takes_the_later(folder):
     """The earlier one is what a crash left between the commit and the unlink."""
     store = filled(folder / "root")
-    file = file_of(store, 3)
+    file = file_of(store, name_of(3))
     content = file.read_bytes()
     store.put([(name_of(3), object_of(3, 1))])
     file.write_bytes(content)
@@ -345,7 +377,7 @@ def test_a_damaged_log_loses_writes_but_shows_no_wrong_ones(folder):
     store = filled(folder / "root")
     store.put([(name_of(number), object_of(number, 1)) for number in range(10)])
     chance, copy = random.Random(3), folder / "copy"
-    for _ in range(12):
+    for _ in range(6):
         shutil.copytree(folder / "root", copy)
         data = (copy / "index.sqlite-wal").read_bytes()
         (copy / "index.sqlite-wal").write_bytes(flipped(data, chance.randrange(len(data)), 3))

@@ -1,176 +1,225 @@
-"""Libraries: what is put comes back, quotas, expiry, deletion; versions while they are read; other processes."""
-# pyright: reportArgumentType=false
+"""What a library is given under a name comes back by its reference in a prompt, with its chunk, until it is replaced.
+
+The syntax of references; a tenant's files with their quota; an operator's versions while they are held; retrieval.
+"""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalContextManager=false
 
 import concurrent.futures
 import io
 import os
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
 
-import kvpatch_jax as kvp
 from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError, StoreError
-from kvpatch_jax.store import ChunkStore, DynamicLibrary, HeldReference, StaticLibrary, open_remote
+from kvpatch_jax.store import (
+    ChunkStore,
+    DynamicLibrary,
+    ExactRetriever,
+    Linker,
+    Reference,
+    StaticLibrary,
+    escape,
+    fetch,
+    open_remote,
+    parse_prompt,
+    pooled,
+)
 from kvpatch_jax.store.libraries import ENTRY_BYTES
+from tests.shared.arrays import placed
+from tests.store.store_cases import KEY, MODEL, chunk_of, expires_of, file_of, flip, same_chunk
 
-LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
-MODEL = "tiny"
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-
-
-def chunk_of(id: str = "B", seed: int = 0, tokens: int = 8) -> kvp.Chunk:
-    rng = np.random.default_rng(seed)
-    kv = {name: rng.standard_normal((3, tokens, 2, 16)).astype(np.float32) for name in LAYOUT.names}
-    return kvp.Chunk(kv, np.arange(tokens, dtype=np.float32), tokens, tokens, id, LAYOUT, MODEL)
+TEXTS = st.text(st.sampled_from("IMAGETXOKNS#\\@{}_.-a1 é\n"), max_size=60) | st.text(max_size=60)
 
 
 @pytest.fixture
-def store(tmp_path: Path):
-    with ChunkStore(tmp_path / "store") as store:
+def store(folder: Path) -> Iterator[ChunkStore]:
+    with ChunkStore(folder / "root") as store:
         yield store
 
 
-def opened(library: DynamicLibrary, kind: str, name: str, version: int | None = None) -> HeldReference:
-    held = library.open(kind, name, version)
-    assert held is not None
-    return held
+@pytest.fixture
+def library(store: ChunkStore) -> StaticLibrary:
+    return StaticLibrary(store, quota="1 MB")
+
+
+@pytest.fixture
+def versions(folder: Path) -> Iterator[DynamicLibrary]:
+    """An operator's library, in a tenant of its own."""
+    with ChunkStore(folder / "root", tenant="operator") as store:
+        yield DynamicLibrary(store)
 
 
 def png(pixels: np.ndarray) -> bytes:
+    image = pytest.importorskip("PIL.Image")
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+    image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
-def damage(store: ChunkStore, name: str, offset: int) -> None:
-    """Flips a bit of an object's file: in its header, or with a negative offset in its leaves."""
-    (file,) = store.objects.index.row("SELECT file FROM objects WHERE name = ?", name) or ("",)
-    path = Path(store.objects.root, "data", file)
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
+def version_count(library: DynamicLibrary, name: str) -> int:
+    entry = library.store.names.entry("dynamic", "TEXT", name, version=1).partition("/")[0]
+    return len(library.store.objects.with_prefix(f"{entry}/"))
 
 
-def version_count(store: ChunkStore, name: str) -> int:
-    entry = store.names.entry("dynamic", "TEXT", name, version=1).partition("/")[0]
-    return len(store.objects.with_prefix(f"{entry}/"))
+# -------------------------------------------------------------------------------------------------------- references
 
 
-# -------------------------------------------------------------------------------------------------------- static
-
-
-@pytest.mark.parametrize("key", [None, bytes(32)])
 @pytest.mark.parametrize(
-    ("content", "kind", "expected"),
+    ("prompt", "expected"),
     [
+        ("", []),
+        ("plain", ["plain"]),
+        ("See IMAGE#LOUVRE2025.", ["See ", Reference("IMAGE", "LOUVRE2025"), "."]),
+        ("IMAGE#a.b-c.", [Reference("IMAGE", "a.b-c"), "."]),
+        ("TEXT#HOTEL@12, go", [Reference("TEXT", "HOTEL", 12), ", go"]),
+        ("TEXT#HOTEL@2x", [Reference("TEXT", "HOTEL"), "@2x"]),
+        ("TEXT#HOTEL@0", [Reference("TEXT", "HOTEL"), "@0"]),
+        ("IMAGE#{my photo.png}@3!", [Reference("IMAGE", "my photo.png", 3), "!"]),
+        ("IMAGE#ATEXT#B", [Reference("IMAGE", "ATEXT"), "#B"]),
+        ("IMAGE#A IMAGE#B", [Reference("IMAGE", "A"), " ", Reference("IMAGE", "B")]),
+        ("IMAGE#{}", ["IMAGE#{}"]),
+        ("IMAGE#{a\nb}", ["IMAGE#{a\nb}"]),
+        ("IMAGE#" + "a" * 201, ["IMAGE#" + "a" * 201]),
+        ("IMAGE# is a word, ISSUE#12 too, MYIMAGE#X", ["IMAGE# is a word, ISSUE#12 too, MYIMAGE#X"]),
+        (r"IMAGE\#A and IMAGE\\#A", [r"IMAGE#A and IMAGE\#A"]),
+        (r"C:\dir\#x", [r"C:\dir\#x"]),
+    ],
+)
+def test_prompts_are_parsed_by_the_grammar(prompt: str, expected: list):
+    assert parse_prompt(prompt) == expected
+
+
+@given(TEXTS)
+def test_escaped_text_stays_text_and_references_are_parsed_as_they_are_written(text: str):
+    assert parse_prompt(escape(text)) == ([text] if text else [])
+    segments = parse_prompt(text)
+    written = "".join(escape(part) if isinstance(part, str) else f"{part}\n" for part in segments)
+    references = [part for part in segments if isinstance(part, Reference)]
+    assert [part for part in parse_prompt(written) if isinstance(part, Reference)] == references
+
+
+# ---------------------------------------------------------------------------------------------------- static libraries
+
+
+def test_contents_come_back(folder: Path):
+    image = png(PIXELS)
+    contents: list[tuple[Any, Any, Any]] = [  # what is put, its kind, and what comes back
         ("text ü", "TEXT", "text ü"),
         (PIXELS, "IMAGE", PIXELS),
-        (jnp.asarray(PIXELS), "IMAGE", PIXELS),
-        (png(PIXELS), "IMAGE", png(PIXELS)),
+        (placed(PIXELS), "IMAGE", PIXELS),
+        (image, "IMAGE", image),
         (b"%PDF-", "FILE", b"%PDF-"),
         ([1, 2, 2**40], "TOKENS", (1, 2, 2**40)),
         (np.array([1, 2, 3]), "TOKENS", np.array([1, 2, 3])),
         (np.ones((2, 3), np.float32), "IMAGE", np.ones((2, 3), np.float32)),
-    ],
-)
-def test_contents_come_back(tmp_path: Path, key, content, kind, expected):
-    with ChunkStore(tmp_path, key=key) as store:
-        reference = StaticLibrary(store, quota="1 MB").put("a name", content, vector=np.array([0.25, 2]))
-        assert str(reference) == f"{kind}#{{a name}}"
-    with ChunkStore(tmp_path, key=key) as store:
+    ]
+    names = [f"name {number}" for number in range(len(contents))]
+    with ChunkStore(folder, key=KEY) as store:
+        library = StaticLibrary(store, quota="1 MB")
+        for name, (content, kind, _) in zip(names, contents, strict=True):
+            assert str(library.put(name, content, vector=np.array([0.25, 2]))) == f"{kind}#{{{name}}}"
+    with ChunkStore(folder, key=KEY) as store:
         library = StaticLibrary(store, quota=1)
-        resource = library.get(kind, "a name")
-        assert resource is not None
-        assert type(resource.content) is type(expected)
-        assert np.array_equal(resource.content, expected)
-        assert resource.chunk_id(MODEL) == chunk_id(MODEL, content)
-        assert library.get("TEXT" if kind != "TEXT" else "IMAGE", "a name") is None
-        ((name, vector),) = library.vectors()
-        assert (name, vector.dtype, vector.tolist()) == (str(reference), np.float32, [0.25, 2])
-        if kind == "IMAGE" and isinstance(content, bytes):
-            assert np.array_equal(resource.item, PIXELS)
-        if kind == "TOKENS":
-            assert resource.item == list(map(int, content))
+        for name, (content, kind, expected) in zip(names, contents, strict=True):
+            resource = library.get(kind, name)
+            assert type(resource.content) is type(expected)
+            assert np.array_equal(resource.content, expected)
+            assert resource.chunk_id(MODEL) == chunk_id(MODEL, content)
+            assert library.get("TEXT" if kind != "TEXT" else "IMAGE", name) is None
+        assert np.array_equal(library.get("IMAGE", names[3]).item, PIXELS)
+        assert library.get("TOKENS", names[6]).item == [1, 2, 3]
+        listed = dict(library.vectors())
+        assert sorted(listed) == sorted(
+            f"{kind}#{{{name}}}" for name, (_, kind, _) in zip(names, contents, strict=True)
+        )
+        assert all(vector.dtype == np.float32 and vector.tolist() == [0.25, 2] for vector in listed.values())
 
 
-def test_a_file_is_read_from_its_path(store, tmp_path):
+@pytest.mark.usefixtures("unchecked")
+def test_files_are_read_from_paths_and_what_cannot_be_stored_is_refused(library: StaticLibrary, tmp_path: Path):
+    wrong: list[tuple[tuple, dict, type[Exception]]] = [
+        *((("A", content), {}, InputError) for content in (None, object(), [], [1.5], "", b"", np.empty((0, 3)))),
+        (("A", "text"), {"kind": "IMAGE"}, InputError),
+        (("A", "text"), {"kind": "VIDEO"}, InputError),
+        (("a{b", "text"), {}, InputError),
+        (("A", tmp_path / "missing.png"), {}, InputError),
+        (("A", "a.png"), {}, InputError),  # a path is to be said
+        (("A", np.ones((2, 2), np.complex64)), {"kind": "FILE"}, ShapeError),
+        (("A", "text"), {"vector": np.array([np.nan])}, NotFiniteError),
+    ]
+    for arguments, options, error in wrong:
+        with pytest.raises(error):
+            library.put(*arguments, **options)
+    for options in ({"quota": 0}, {"quota": 1, "ttl": 0.0}):
+        with pytest.raises(InputError):
+            StaticLibrary(library.store, **options)
+    assert library.entries() == []
     (tmp_path / "a.png").write_bytes(png(PIXELS))
-    library = StaticLibrary(store, quota="1 MB")
-    assert library.put("photo", tmp_path / "a.png").kind == "IMAGE"
-    resource = library.get("IMAGE", "photo")
-    assert resource is not None
-    assert resource.content == png(PIXELS)
-    with pytest.raises(InputError, match="readable file"):
-        library.put("photo", tmp_path / "missing.png")
-    with pytest.raises(InputError, match="file's name"):
-        library.put("photo", "a.png")
-    assert library.put("photo", "a.png", kind="TEXT").kind == "TEXT"
+    assert library.put("A", tmp_path / "a.png").kind == "IMAGE"
+    assert library.get("IMAGE", "A").content == png(PIXELS)
+    assert library.put("A", "a.png", kind="TEXT").kind == "TEXT"
+    assert library.put("A", "text", kind="FILE").kind == "FILE"
 
 
-def test_a_quota_holds_and_replacing_counts_once(store):
+def test_a_quota_is_used_to_its_last_byte_and_replacing_counts_once(store: ChunkStore):
     library = StaticLibrary(store, quota=2 * ENTRY_BYTES + 12_000)
     library.put("A", b"x" * 9000)
     library.put("A", b"y" * 9000)
     assert [entry.nbytes for entry in library.entries()] == [ENTRY_BYTES + 9000]
-    with pytest.raises(StoreError, match=r"got 10024 bytes; 10024 of 14048 are taken"):
-        library.put("B", b"z" * 9000)
+    for name, size in (("B", 3001), ("A", 12_000 + ENTRY_BYTES + 1)):
+        with pytest.raises(StoreError, match="within the quota"):
+            library.put(name, b"z" * size)
     with pytest.raises(StoreError, match="within the quota"):
         library.put("C", "small", chunk=chunk_of(tokens=200))
-    with pytest.raises(StoreError, match="within the quota"):
-        library.put("A", b"z" * 90_000)
     assert not store.contains("B", MODEL)  # not the chunk either
     assert [str(entry.reference) for entry in library.entries()] == ["FILE#A"]
-    resource = library.get("FILE", "A")
-    assert resource is not None
-    assert resource.content == b"y" * 9000
+    assert library.get("FILE", "A").content == b"y" * 9000
     library.put("B", b"z" * 3000)  # exactly the rest
     assert library.delete("FILE", "A")
     assert not library.delete("FILE", "A")
-    library.put("C", b"z" * 9000)
-
-
-def test_a_quota_holds_for_threads_that_put_at_once(store):
-    quota = 10 * (ENTRY_BYTES + 100)
 
     def put(number: int) -> bool:
         try:
-            StaticLibrary(store, quota=quota).put(f"file {number}", b"x" * 100)
+            StaticLibrary(store, quota=10 * (ENTRY_BYTES + 100)).put(f"file {number}", b"x" * 100)
         except StoreError:
             return False
         return True
 
+    library.delete("FILE", "B")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(put, range(16))) == len(StaticLibrary(store, quota=1).entries()) == 10
+        assert sum(pool.map(put, range(16))) == len(library.entries()) == 10
 
 
-def test_entries_expire_and_give_their_room_back(store):
-    library = StaticLibrary(store, quota=ENTRY_BYTES + 20_000, ttl=0.5)
+def test_entries_expire_and_give_their_room_back(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    library = StaticLibrary(store, quota=ENTRY_BYTES + 20_000, ttl=10.0)
     library.put("A", b"x" * 2000, chunk=chunk_of())
     assert library.get("FILE", "A") is not None
-    time.sleep(0.6)
+    assert expires_of(store) == [now + 10] * 2
+    now += 10
     assert library.get("FILE", "A") is None
     assert store.get("B", MODEL) is None
     assert library.entries() == []
     StaticLibrary(store, quota=library.quota).put("B", b"x" * 20_000)
-    assert store.collect() >= 1
     assert [str(entry.reference) for entry in library.entries()] == ["FILE#B"]
-    with pytest.raises(InputError, match="ttl"):
-        StaticLibrary(store, quota=1, ttl=0.0)
 
 
-def test_chunks_go_with_their_last_entry(store):
-    library = StaticLibrary(store, quota="1 MB")
+def test_chunks_go_with_their_last_entry(store: ChunkStore, library: StaticLibrary):
     library.put("A", "one", chunk=chunk_of())
-    StaticLibrary(store, quota="1 MB", ttl=0.2).put("B", "two", chunk=chunk_of())  # the first keeps it
+    StaticLibrary(store, quota="1 MB", ttl=0.1).put("B", "two", chunk=chunk_of())  # the first keeps it
     DynamicLibrary(store).publish("C", "three", chunk=chunk_of())
-    time.sleep(0.3)
+    time.sleep(0.15)
     library.delete("TEXT", "A")
     assert store.contains("B", MODEL)
     DynamicLibrary(store).withdraw("TEXT", "C")
@@ -178,199 +227,200 @@ def test_chunks_go_with_their_last_entry(store):
     library.put("A", "one", chunk=chunk_of())
     library.put("A", "another")
     assert not store.contains("B", MODEL)
-    library.put("A", chunk=chunk_of(), kind="TEXT")
-    library.put("A", chunk=chunk_of(), kind="TEXT")
+    for _ in range(2):
+        library.put("A", chunk=chunk_of(), kind="TEXT")
     assert store.contains("B", MODEL)
 
 
-def test_entries_are_neither_evicted_nor_counted_in_budgets(tmp_path: Path):
-    with ChunkStore(tmp_path, root_budget=60_000) as store:
-        library = StaticLibrary(store, quota="1 MB")
-        library.put("A", b"x" * 100_000)
-        DynamicLibrary(store).publish("B", b"y" * 100_000)
-        for number in range(20):
-            store.put(chunk_of(f"c{number}", number))
-        assert not store.contains("c0", MODEL)
-        assert store.contains("c19", MODEL)
-        assert store.usage().bytes <= 60_000
-        assert library.get("FILE", "A") is not None
-        with pytest.raises(StoreError, match="at most the root budget"):
-            library.put("C", "x", chunk=chunk_of(tokens=200))
-        assert library.get("TEXT", "C") is None
+def test_a_damaged_entry_is_a_miss_until_it_is_put_again(folder: Path):
+    for offset in (40, 300, -1):
+        with ChunkStore(folder / str(offset), memory=0) as store:
+            library = StaticLibrary(store, quota="1 MB")
+            library.put("A", b"text" * 16)
+            flip(file_of(store.objects, store.names.entry("static", "FILE", "A")), offset)
+            assert library.get("FILE", "A") is None
+            assert offset < 0 or StaticLibrary(store, quota="1 MB").entries() == []
+            library.put("A", b"text" * 16)
+            assert library.get("FILE", "A").content == b"text" * 16
+            assert len(StaticLibrary(store, quota="1 MB").entries()) == 1
 
 
-@pytest.mark.parametrize("offset", [40, 300, -1])
-def test_a_damaged_entry_is_a_miss_until_it_is_put_again(tmp_path: Path, offset):
-    with ChunkStore(tmp_path, memory=0) as store:
-        library = StaticLibrary(store, quota="1 MB")
-        library.put("A", b"text" * 16)
-        damage(store, store.names.entry("static", "FILE", "A"), offset)
-        assert library.get("FILE", "A") is None
-        if offset > 0:
-            assert StaticLibrary(store, quota="1 MB").entries() == []
-        library.put("A", b"text" * 16)
-        assert library.get("FILE", "A") is not None
-        assert len(StaticLibrary(store, quota="1 MB").entries()) == 1
+# --------------------------------------------------------------------------------------------------- dynamic libraries
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_contents_that_cannot_be_stored_are_refused(store):
-    library = StaticLibrary(store, quota="1 MB")
-    for wrong in (None, object(), [], [1.5], "", b"", np.empty((0, 3), np.uint8)):
-        with pytest.raises(InputError):
-            library.put("A", wrong)
-    with pytest.raises(InputError, match="expected IMAGE"):
-        library.put("A", "text", kind="IMAGE")
-    with pytest.raises(InputError, match="kind"):
-        library.put("A", "text", kind="VIDEO")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="name"):
-        library.put("a{b", "text")
-    with pytest.raises(ShapeError, match="dtype complex64"):
-        library.put("A", np.ones((2, 2), np.complex64), kind="FILE")
-    with pytest.raises(NotFiniteError):
-        library.put("A", "text", vector=np.array([np.nan]))
-    with pytest.raises(InputError, match="quota"):
-        StaticLibrary(store, quota=0)
-    assert library.entries() == []
-    assert library.put("A", "text", kind="FILE").kind == "FILE"
-
-
-def test_libraries_are_deleted_with_their_tenant(store):
-    library, dynamic = StaticLibrary(store, quota="1 MB"), DynamicLibrary(store)
-    library.put("A", "one", chunk=chunk_of())
-    dynamic.publish("A", "two")
-    store.delete_tenant()
-    assert library.get("TEXT", "A") is None
-    assert dynamic.open("TEXT", "A") is None
-    assert library.entries() == dynamic.entries() == []
-    library.put("A", "again")
-    assert library.get("TEXT", "A") is not None
-    assert dynamic.publish("A", "again").version == 1
-
-
-def test_an_encrypted_library_reveals_nothing(tmp_path: Path):
-    with ChunkStore(tmp_path, key=bytes(32)) as store:
-        library, dynamic = StaticLibrary(store, quota="1 MB"), DynamicLibrary(store)
-        library.put("LOUVRE2025", "a secret text", chunk=chunk_of())
-        dynamic.publish("HOTEL01", "another secret", vector=np.array([1.0, 2.0]))
-        assert [str(entry.reference) for entry in library.entries()] == ["TEXT#LOUVRE2025"]
-        assert [reference for reference, _ in dynamic.vectors()] == ["TEXT#HOTEL01"]
-    written = b"".join(path.read_bytes() + str(path).encode() for path in tmp_path.rglob("*") if path.is_file())
-    assert all(word not in written for word in (b"LOUVRE2025", b"HOTEL01", b"secret text", b"another secret"))
-    with ChunkStore(tmp_path, key=b"x" * 32) as store, pytest.raises(StoreError, match="another key"):
-        StaticLibrary(store, quota="1 MB").get("TEXT", "LOUVRE2025")
-
-
-# ------------------------------------------------------------------------------------------------------- dynamic
-
-
-def test_versions_stay_while_they_are_held(store):
-    library = DynamicLibrary(store)
-    first = library.publish("A", "one", chunk=chunk_of("c1", 1))
-    assert str(first) == "TEXT#A@1"
-    held = opened(library, "TEXT", "A")
-    library.publish("A", "two", chunk=chunk_of("c2", 2))
-    library.publish("A", "three", chunk=chunk_of("c3", 3))
-    assert library.open("TEXT", "A", 2) is None  # nobody held it
+def test_versions_stay_while_they_are_held(versions: DynamicLibrary):
+    store = versions.store
+    assert str(versions.publish("A", "one", chunk=chunk_of("c1", 1))) == "TEXT#A@1"
+    first = versions.open("TEXT", "A")
+    versions.publish("A", "two", chunk=chunk_of("c2", 2))
+    versions.publish("A", "three", chunk=chunk_of("c3", 3))
+    assert versions.open("TEXT", "A", 2) is None  # nobody had it open
     assert not store.contains("c2", MODEL)
-    assert held.resource.content == "one"
-    assert store.contains("c1", MODEL)
-    with opened(library, "TEXT", "A") as current, opened(library, "TEXT", "A", 1) as before:
+    assert same_chunk(store.get("c1", MODEL), chunk_of("c1", 1))
+    with versions.open("TEXT", "A") as current, versions.open("TEXT", "A", 1) as before:
         assert (current.content, before.content) == ("three", "one")
-    assert version_count(store, "A") == 2
-    held.close()
-    held.close()
-    assert library.open("TEXT", "A", 1) is None
-    assert version_count(store, "A") == 1
+    assert version_count(versions, "A") == 2
+    first.close()
+    first.close()
+    assert versions.open("TEXT", "A", 1) is None
+    assert version_count(versions, "A") == 1
     assert (store.contains("c1", MODEL), store.contains("c3", MODEL)) == (False, True)
 
-
-def test_withdrawing_leaves_readers_alone(store):
-    library = DynamicLibrary(store)
-    library.publish("A", "one")
-    library.publish("B", "other", kind="FILE", vector=np.array([1.0]))
-    held = opened(library, "TEXT", "A")
-    assert library.withdraw("TEXT", "A")
-    assert not library.withdraw("TEXT", "A")
-    assert not library.withdraw("TEXT", "never")
-    assert library.open("TEXT", "A") is None
-    assert [str(entry.reference) for entry in library.entries()] == ["FILE#B@1"]
-    assert [name for name, _ in library.vectors()] == ["FILE#B"]
-    assert held.resource.content == "one"
-    held.close()
-    assert library.publish("A", "again").version == 3
-    assert version_count(store, "A") == 1
-
-
-def test_each_of_many_publishers_makes_a_version_of_its_own(store):
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(DynamicLibrary(store).publish, "A", "text") for _ in range(16)]
-    assert sorted(future.result().version or 0 for future in futures) == list(range(1, 17))
-    assert version_count(store, "A") == 1
+    # Withdrawing leaves readers alone.
+    current = versions.open("TEXT", "A")
+    versions.publish("B", "other", kind="FILE", vector=np.array([1.0]))
+    assert versions.withdraw("TEXT", "A")
+    assert not versions.withdraw("TEXT", "A")
+    assert not versions.withdraw("TEXT", "never")
+    assert versions.open("TEXT", "A") is None
+    assert [str(entry.reference) for entry in versions.entries()] == ["FILE#B@1"]
+    assert [name for name, _ in versions.vectors()] == ["FILE#B"]
+    assert current.resource.content == "three"
+    current.close()
+    assert versions.publish("A", "again").version == 5
+    assert version_count(versions, "A") == 1
+    store.delete_tenant()
+    assert versions.open("TEXT", "A") is None
+    assert versions.publish("A", "anew").version == 1
 
 
-def test_machines_that_share_a_remote_store_share_the_libraries(tmp_path: Path):
-    options = {"remote": open_remote("memory://"), "secret": b"the same on all machines"}
-    with ChunkStore(tmp_path / "a", **options) as here, ChunkStore(tmp_path / "b", **options) as there:
-        first, second = DynamicLibrary(here), DynamicLibrary(there)
-        assert first.publish("A", "one", chunk=chunk_of("c1")).version == 1
-        held = opened(second, "TEXT", "A")
-        with concurrent.futures.ThreadPoolExecutor() as pool:
+@pytest.mark.parametrize("machines", [1, 2])
+def test_every_publisher_makes_a_version_of_its_own(folder: Path, machines: int):
+    """Of threads of one machine, and of machines that share a remote store."""
+    options: dict[str, Any] = {"remote": open_remote("memory://") if machines == 2 else None, "secret": KEY}
+    with ChunkStore(folder / "a", **options) as here, ChunkStore(folder / f"{machines}", **options) as there:
+        first, second = DynamicLibrary(here), DynamicLibrary(there if machines == 2 else here)
+        assert first.publish("A", "one").version == 1
+        before = second.open("TEXT", "A")
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
             futures = [pool.submit(library.publish, "A", "text") for library in (first, second) * 4]
         assert sorted(future.result().version or 0 for future in futures) == list(range(2, 10))
-        assert held.resource.content == "one"
         second.publish("A", "last")
-        with opened(first, "TEXT", "A") as resource:
+        with first.open("TEXT", "A") as resource:
             assert (resource.content, resource.reference.version) == ("last", 10)
-        held.close()
-        here.flush()
-        there.flush()
-        assert [name[-2:] for name in here.objects.with_prefix(first._prefix(resource.reference))] == ["10"]
+        assert before.resource.content == "one"
+        before.close()
+        for store in (here, there):
+            store.flush()
+        assert version_count(first, "A") == 1
         assert second.withdraw("TEXT", "A")
         assert first.open("TEXT", "A") is None
-
         StaticLibrary(here, quota="1 MB").put("A", "a file")
         here.flush()
-        library = StaticLibrary(there, quota="1 MB")
-        assert library.get("TEXT", "A") is not None
+        library = StaticLibrary(second.store, quota="1 MB")
+        assert library.get("TEXT", "A").content == "a file"
         assert library.delete("TEXT", "A")
-        there.flush()
+        second.store.flush()
         assert library.get("TEXT", "A") is None
 
 
-CHILD = """
-import sys
-from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.store.libraries import DynamicLibrary
-with ChunkStore(sys.argv[1]) as store:
-    library = DynamicLibrary(store)
-    held = library.open("TEXT", "A")
-    print(held.resource.content, flush=True)
-    for line in sys.stdin:
-        with library.open("TEXT", "A") as current:
-            print(held.resource.content, current.content, library.open("TEXT", "A", 1) is not None, flush=True)
-"""
-
-
-def test_another_process_holds_its_version_until_it_dies(store):
+def test_another_process_holds_its_version_until_it_dies(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
     library = DynamicLibrary(store)
     library.publish("A", "one", chunk=chunk_of("c1"))
-    environment = os.environ | {"PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, store.objects.root],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    ) as child:  # fmt: skip
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stdout.readline() == "one\n"
+    with subprocess.Popen(["sleep", "60"]) as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: process.pid)  # it stands for one that opens the version itself
+            version = library.open("TEXT", "A")
         library.publish("A", "two")
         assert library.collect() == 0
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "one two True\n"
-        child.kill()
-        child.wait()
+        with library.open("TEXT", "A", 1) as resource:
+            assert resource.content == version.resource.content == "one"
+        assert version_count(library, "A") == 2
+        process.kill()
     assert store.contains("c1", MODEL)
     assert library.collect() == 1
     assert not store.contains("c1", MODEL)
-    assert version_count(store, "A") == 1
+    assert version_count(library, "A") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_a_prompt_becomes_texts_and_chunks(library: StaticLibrary, versions: DynamicLibrary):
+    library.put("LOUVRE", PIXELS)
+    versions.publish("HOTEL", "a hotel by the river")
+    versions.publish("HOTEL", "a hotel on the hill")
+    linker = Linker(MODEL, library, versions)
+    with linker.link("Is TEXT#HOTEL near IMAGE#LOUVRE? TEXT#HOTEL@2 TOKENS\\#1") as linked:
+        assert [part for part in linked.segments if isinstance(part, str)] == ["Is ", " near ", "? ", " TOKENS#1"]
+        hotel, louvre, again = linked.chunks
+        assert (hotel.library, louvre.library, again.library) == ("dynamic", "static", "dynamic")
+        assert hotel.id == again.id == chunk_id(MODEL, "a hotel on the hill")
+        assert louvre.id == chunk_id(MODEL, PIXELS)
+        assert hotel.resource.reference == Reference("TEXT", "HOTEL", 2)
+        assert linked.items[1] == "a hotel on the hill"
+        assert np.array_equal(linked.items[3], PIXELS)
+        versions.publish("HOTEL", "no hotel")
+        linker.link("TEXT#HOTEL@2").close()  # the open prompt holds it
+    with pytest.raises(InputError, match="no library has it"):
+        linker.link("TEXT#HOTEL@2")
+    assert linker.resolve("IMAGE#LOUVRE").chunks[0].id == louvre.id
+    with pytest.raises(InputError, match="KIND#NAME"):
+        linker.resolve("IMAGE#LOUVRE and more")
+
+    # The tenant's names precede the operator's.
+    library.put("HOTEL", "the tenant's")
+    with linker.link("TEXT#HOTEL TEXT#HOTEL@3") as linked:
+        assert linked.items == ["the tenant's", " ", "no hotel"]
+
+    # Near names of the tenant are suggested, and none of the operator.
+    versions.publish("LOUVRF", PIXELS)
+    with pytest.raises(InputError, match=r"IMAGE#LOUVRES: .*expected one of IMAGE#LOUVRE, ") as caught:
+        linker.link("IMAGE#LOUVRES")
+    assert "LOUVRF" not in str(caught.value)
+
+
+def test_chunks_of_a_prompt_come_from_where_they_are(library: StaticLibrary, versions: DynamicLibrary):
+    library.put("LOUVRE", PIXELS, chunk=chunk_of(chunk_id(MODEL, PIXELS), 1))
+    versions.publish("HOTEL", "a hotel", chunk=chunk_of("a hotel's", 2))
+    StaticLibrary(library.store, quota="1 MB", ttl=100.0).put("NEW", "not computed yet")
+    computed = []
+
+    def compute(misses: Any) -> list[Any]:
+        computed.extend(miss.item for miss in misses)
+        return [chunk_of(miss.request.id, 3) for miss in misses]
+
+    with Linker(MODEL, library, versions).link("IMAGE#LOUVRE TEXT#HOTEL TEXT#NEW") as linked:
+        for last in ("computed", "store"):
+            results = fetch(library.store, linked.requests, compute)
+            assert [result.source for result in results] == ["store", "shared", last]
+            assert same_chunk(results[1].chunk, chunk_of("a hotel's", 2))
+            library.store.flush()
+    assert computed == ["not computed yet"]
+    assert not library.store.contains("a hotel's", MODEL)  # the operator's is not copied
+    name = library.store.names.canonical(MODEL, chunk_id(MODEL, "not computed yet"))
+    assert library.store.objects.read(name).expires is not None  # with its file
+
+
+def test_a_retriever_returns_the_nearest_first():
+    rng = np.random.default_rng(0)
+    vectors, retriever = rng.standard_normal((200, 16)), ExactRetriever(16)
+    assert retriever.search(vectors[0], 3)[0] == []
+    for number, vector in enumerate(vectors):
+        retriever.add(f"{number:03d}", rng.standard_normal(16))
+        retriever.add(f"{number:03d}", 2.0**100 * vector)  # replaces; its square overflows
+    retriever.add("twin of 7", vectors[7])
+    assert retriever.remove("003")
+    assert not retriever.remove("003")
+    cosines = vectors @ vectors[7] / np.linalg.norm(vectors, axis=1) / np.linalg.norm(vectors[7])
+    cosines[3] = -2
+    expected = [f"{number:03d}" for number in np.argsort(-cosines, kind="stable")]
+    ids, scores = retriever.search(vectors[7], 10)
+    assert ids == [expected[0], "twin of 7", *expected[1:9]]
+    assert np.allclose(scores[2:], np.sort(cosines)[::-1][1:9], atol=1e-6)
+    assert len(retriever.search(vectors[7], 1000)[0]) == len(retriever) == 200
+    assert np.allclose(pooled(np.array([[3, 0], [0, 4], [9, 9]]), 2), [0.6, 0.8])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_vectors_are_refused():
+    retriever = ExactRetriever(2)
+    for wrong, error in ((np.ones(3), ShapeError), (np.zeros(2), InputError), (np.array([1, np.inf]), NotFiniteError)):
+        with pytest.raises(error):
+            retriever.add("a", wrong)
+        with pytest.raises(error):
+            retriever.search(wrong, 1)
+    with pytest.raises(InputError, match="k 0"):
+        retriever.search(np.ones(2), 0)
+    with pytest.raises(ShapeError, match="at least one token"):
+        pooled(np.ones((0, 4)))

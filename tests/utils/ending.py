@@ -1,8 +1,8 @@
-"""Processes that end while threads of the library work, each in a way of its own: `python ending.py COUNT`.
+"""Processes that end while threads of the library work, each in a way of its own: `python ending.py CASE...`.
 
-It imports everything once and forks a process for each of COUNT ends, four at a time; no process that forks has touched
-a device. A process prints "at work" once its threads are, and ends at once. A line of JSON is printed for each: its
-case, its status, the one that is expected, and what it printed.
+It imports everything once and forks a process for each case, four at a time; no process that forks has touched a
+device. A process prints "at work" once its threads are, and ends at once. A line of JSON is printed for each: its case,
+its status, the one that is expected, and what it printed.
 """
 
 import atexit
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import SessionError
+from kvpatch_jax.utils import background
 from tests.shared.window_oracle import tiny
 
 # Of compilations that take long nothing is said here.
@@ -67,6 +68,34 @@ def read() -> None:
         print("the answer was cut short")
 
 
+def queueing(seconds: float) -> None:
+    """A queue with a job that runs, until the exit has told the queue, and two that wait."""
+    background.EXIT_SECONDS = seconds
+    begun, opened = threading.Event(), threading.Event()
+
+    def work(job: int) -> None:
+        begun.set()
+        assert opened.wait(60)
+        print("job", job, flush=True)
+
+    queue = background.JobQueue(work, 8, "gate")
+    assert all(queue.add(number) for number in range(3))
+    assert begun.wait(60)
+
+    def open_at_exit() -> None:
+        while not queue.closed:
+            opened.wait(0.001)
+        assert not queue.add(3)
+        opened.set()
+
+    threading.Thread(target=open_at_exit, daemon=True).start()
+
+
+def hanging() -> None:
+    """A thread that does not end when it is told to."""
+    background.start_thread(threading.Event().wait, lambda deadline: print("told to end", flush=True), "hangs", 0.01)
+
+
 def error() -> None:
     raise KeyError("the program's own")
 
@@ -84,19 +113,22 @@ def child() -> None:
 
 CASES: dict[str, tuple[Callable[[], None], Callable[[], object], int]] = {
     "end forming": (forming, int, 0),
+    "error answering": (answering, error, 1),
+    "patient queue": (lambda: queueing(60), int, 0),
+    "impatient queue": (lambda: queueing(0), int, 0),
+    "hanging": (hanging, int, 0),
     "error forming": (forming, error, 1),
     "end answering": (answering, int, 0),
     "child forming": (forming, child, 0),
     "leave forming": (forming, leave, 3),
-    "error answering": (answering, error, 1),
     "leave answering": (answering, leave, 3),
 }
 """What is at work, how the process ends then (`int` does nothing), and the status that it is to end with."""
 
 
-def main(count: int) -> str | None:
+def main(cases: list[str]) -> str | None:
     """Forks for every end; returns the case that a forked process is to run."""
-    for batch in itertools.batched(itertools.islice(itertools.cycle(CASES), count), SIDE_BY_SIDE):
+    for batch in itertools.batched(cases, SIDE_BY_SIDE):
         children = []
         for case in batch:
             file, output = tempfile.mkstemp()
@@ -114,7 +146,7 @@ def main(count: int) -> str | None:
 
 
 if __name__ == "__main__":
-    if (chosen := main(int(sys.argv[1]))) is not None:
+    if (chosen := main(sys.argv[1:])) is not None:
         begin, end, _ = CASES[chosen]
         begin()
         print("at work", flush=True)

@@ -1,4 +1,4 @@
-"""Threads of the library end before the interpreter does, whatever is at work when a program ends."""
+"""The library's threads end before the interpreter does, whatever is at work when a program ends."""
 
 import json
 import subprocess
@@ -10,71 +10,30 @@ import pytest
 
 from kvpatch_jax.utils.background import JobQueue
 
-ENDING = Path(__file__).with_name("ending.py")
+PRINTED = {"patient queue": "job 0\njob 1\njob 2\n", "impatient queue": "job 0\n", "hanging": "told to end\n"}
+DEFAULT = ["end forming", "error answering", *PRINTED]
+OTHERS = ["error forming", "end answering", "child forming", "leave forming", "leave answering"]
 
 
-def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("cases", [DEFAULT, pytest.param((DEFAULT + OTHERS) * 2, marks=pytest.mark.nightly)])
+def test_processes_end_with_their_own_status_while_threads_work(cases: list[str]):
+    """Sessions and queues that nobody closes, at a normal end, an unhandled exception and an exit: no signal, no hang.
+
+    At the end the job that runs is waited for, and those that wait are run within a limit.
+    """
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ending.py")), *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    return done
-
-
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.nightly)])
-def test_processes_end_with_their_own_status_while_threads_work(count: int):
-    """Sessions that nobody closes, at a normal end, an unhandled exception and an exit: no signal, no hang."""
-    command = [sys.executable, "-W", "ignore", str(ENDING), str(count)]
-    ends = [json.loads(line) for line in ended(command).stdout.splitlines()]
-    assert len(ends) == count
+    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [end["case"] for end in ends] == cases
     for end in ends:
         assert end["status"] == end["expected"], end
         assert end["printed"].startswith("at work\n"), end
         assert end["printed"].count("Traceback") == (end["status"] == 1), end  # the program's own and no thread's
         assert ("cut short" in end["printed"]) == ("answering" in end["case"]), end
-
-
-EXITING = """
-import sys, threading
-from kvpatch_jax.utils import background
-
-background.EXIT_SECONDS = float(sys.argv[1])
-begun, opened = threading.Event(), threading.Event()
-
-def run(job):
-    begun.set()
-    assert opened.wait(60)
-    print(job, flush=True)
-
-queue = background.JobQueue(run, 8, "gate")
-assert all(queue.add(number) for number in range(3))
-assert begun.wait(60)
-
-def open_at_exit():
-    while not queue.closed:  # until the exit has told the queue
-        opened.wait(0.001)
-    assert not queue.add(3)
-    opened.set()
-
-threading.Thread(target=open_at_exit, daemon=True).start()
-"""
-
-HANGING = """
-import threading
-from kvpatch_jax.utils.background import start_thread
-
-start_thread(threading.Event().wait, lambda deadline: print("ended", flush=True), "hangs", 0.01)
-"""
-
-
-@pytest.mark.parametrize(("seconds", "jobs"), [("60", ["0", "1", "2"]), ("0", ["0"])])
-def test_at_exit_the_job_that_runs_ends_and_those_that_wait_have_a_limit(seconds: str, jobs: list[str]):
-    done = ended([sys.executable, "-c", EXITING, seconds])
-    assert (done.stdout.split(), done.stderr) == (jobs, "")
-
-
-def test_a_thread_that_hangs_keeps_no_process_from_ending():
-    done = ended([sys.executable, "-c", HANGING])
-    assert done.stdout == "ended\n"
-    assert "'hangs' still runs after 0.01 s" in done.stderr
+        assert ("'hangs' still runs after 0.01 s" in end["printed"]) == (end["case"] == "hanging"), end
+        assert end["printed"].removeprefix("at work\n").startswith(PRINTED.get(end["case"], "")), end
+        assert "job 1" not in end["printed"] or end["case"] == "patient queue", end
 
 
 def test_a_queue_runs_jobs_in_order_and_is_bounded():
@@ -89,11 +48,29 @@ def test_a_queue_runs_jobs_in_order_and_is_bounded():
     assert queue.add(0)
     assert begun.wait(60)
     assert [queue.add(number) for number in (1, 2, 3)] == [True, True, False]
+    assert (queue.full, queue.backlog) == (True, 3)
     opened.set()
     queue.flush()
     assert jobs == [0, 1, 2]
     assert queue.add(4)
-    queue.close()  # runs what waits
-    queue.close()
+    assert queue.close()  # runs what waits
+    assert queue.close()
     assert jobs == [0, 1, 2, 4]
     assert not queue.add(5)
+
+
+def test_a_close_that_is_not_patient_drops_what_has_not_begun():
+    begun, opened, dropped = threading.Event(), threading.Event(), []
+
+    def run(_: int) -> None:
+        begun.set()
+        assert opened.wait(60)
+
+    queue = JobQueue(run, 8, "gate", drop=dropped.append)
+    assert all(queue.add(number) for number in range(3))
+    assert begun.wait(60)
+    assert not queue.close(0.01)
+    assert dropped == [1, 2]
+    assert queue.expired
+    opened.set()
+    queue.flush()

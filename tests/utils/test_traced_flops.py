@@ -1,4 +1,4 @@
-"""Counting a program's arithmetic, against the compiler's counts and by hand."""
+"""Counted arithmetic is the compiler's count, with every trip of a loop and the dearest branch."""
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ def test_loops_count_every_trip_and_branches_the_dearest():
     scanned = lambda x, w: jax.lax.scan(lambda x, _: (jax.jit(jnp.matmul)(x, w), None), x, length=5)[0]
     branched = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x @ w, x)
     ragged = lambda x, w: jax.lax.ragged_dot(x, jnp.stack([w, w, w]), jnp.array([1, 0, 3]))
-    found = [traced_flops(function, X, SQUARE) for function in (looped, scanned, branched, ragged, jax.remat(scanned))]
-    assert found == [7 * ONCE, 5 * ONCE, 2 * ONCE, ONCE, 5 * ONCE]
+    counts = [traced_flops(function, X, SQUARE) for function in (looped, scanned, branched, ragged, jax.remat(scanned))]
+    assert counts == [7 * ONCE, 5 * ONCE, 2 * ONCE, ONCE, 5 * ONCE]
     unknown = lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x)
     with pytest.raises(ValueError, match="length that depends on values"):
         traced_flops(unknown, X, SQUARE)

@@ -1,40 +1,109 @@
-"""A power cut at any step of put, delete and eviction: what was acknowledged is there afterwards, and right.
+"""What a store has acknowledged survives the kill of its process at any moment, and a power cut at any step.
 
 `Disk` stands for `os` in the store's modules and notes what is durable: the bytes of a file since its fsync, its name
 since the fsync of its folder, a name's removal never, as nothing syncs it. Before and after every call it keeps the
 directories that a cut may leave. SQLite has its own crash tests; its files are copied as they are at the moment, as its
 transactions are durable when they end.
 """
-# pyright: reportArgumentType=false
 
 import errno
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import files, index
-from kvpatch_jax.store.files import Encoded, Stored
 from kvpatch_jax.store.objects import Objects
+from tests.store.store_cases import SECRET, name_of, object_of, run, value_of
 
-BUDGET = 12_000
+BUDGET = 8_500
+States = list[dict[int, set[int | None]]]
 
-
-def name_of(number: int) -> str:
-    return f"{number:032x}/enc"
-
-
-def object_of(value: int) -> Encoded:
-    return Encoded("encoder", {}, {"output": np.full(300, value, np.int32)})
+# ------------------------------------------------------------------------------------------------------------- kills
 
 
-def value_of(stored: Stored) -> int:
-    assert len(set(stored.arrays["output"].tolist())) == 1
-    return int(stored.arrays["output"][0])
+@pytest.mark.parametrize(
+    ("seconds", "processes", "kills", "seed"),
+    [(1.5, 4, 6, 0), *(pytest.param(30.0, 12, 200, seed, marks=pytest.mark.nightly) for seed in range(3))],
+)
+def test_processes_that_are_killed_while_others_read(
+    folder: Path, seconds: float, processes: int, kills: int, seed: int
+):
+    """Nothing acknowledged is lost, torn, back, over budget, or missing for another machine."""
+    code = f"""
+    import sys
+    from tests.store import store_drill
+    store_drill.drill(sys.argv[1], {seconds}, {processes}, {kills}, {seed})
+    """
+    assert run(code, str(folder), timeout=300) == ""
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class System:
+    """Stands for `os` in a module of the store; the process ends before its call number `limit` of those that write."""
+
+    NAMES = ("open", "rename", "unlink", "fsync", "writev", "makedirs")
+
+    def __init__(self, limit: int):
+        self.limit, self.count = limit, 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(os, name)
+        if name not in self.NAMES:
+            return value
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.count > self.limit:
+                raise Killed
+            return value(*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("damage", ["new", "lost index", "marked"])
+def test_an_end_at_any_step_of_a_roots_creation_or_its_indexs_remaking(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+):
+    steps = 0
+    for limit in range(60):
+        root = folder / str(limit)
+        if damage != "new":
+            store = Objects(root, secret=SECRET)
+            store.put([(name_of(0), object_of(5))])
+            store.close()
+        if damage == "lost index":
+            (root / "index.sqlite").unlink()
+        elif damage == "marked":
+            (root / "damaged").touch()
+
+        system = System(limit)
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "os", system)
+            patch.setattr(files, "os", system)
+            try:
+                Objects(root, secret=SECRET).close()
+                break
+            except Killed:
+                steps += 1
+
+        store = Objects(root, secret=SECRET)
+        if damage == "new":
+            assert store.put([(name_of(0), object_of(5))]) == [True]
+        assert store.get(name_of(0), value_of) == 5
+        store.close()
+    assert 10 < steps < 60
+
+
+# ------------------------------------------------------------------------------------------------------- power cuts
 
 
 class Disk:
@@ -50,7 +119,7 @@ class Disk:
         self.paths, self.written = dict[int, str](), dict[str, int]()
         self.synced, self.linked, self.removed = set[str](), set[str](), dict[str, bytes]()
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
     def open(self, path: str, flags: int, *mode: int) -> int:
@@ -101,8 +170,8 @@ class Disk:
                     file.unlink()
                 elif path not in self.synced:
                     content = bytearray(file.read_bytes())
-                    kept = [0, size // 2, size, size][choice]
-                    content[kept:] = [b"", b"", b"", bytes(len(content) - kept)][choice]
+                    length = [0, size // 2, size, size][choice]
+                    content[length:] = [b"", b"", b"", bytes(len(content) - length)][choice]
                     if choice == 3:
                         content[: size // 2] = bytes(size // 2)  # later blocks were written, earlier ones not
                     file.write_bytes(content)
@@ -112,31 +181,26 @@ class Disk:
             self.cuts.append((copy, self.acknowledged))
 
 
+def opened(root: Path) -> Objects:
+    return Objects(root, secret=SECRET, memory=0)
+
+
 @pytest.fixture
 def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    root = folder / "root"
-    Objects(root, secret=b"s" * 16, root_budget=BUDGET, memory=0).close()
+    root, numbers = folder / "root", itertools.count()
+    Objects(root, secret=SECRET, root_budget=BUDGET, memory=0).close()
     for shard in (root / "data").iterdir():
         if shard.name != "00":
             shard.rmdir()  # copies are quick
     disk = Disk(root, folder)
-    monkeypatch.setattr("kvpatch_jax.store.objects.secrets.token_hex", _token_hex())
-    monkeypatch.setattr(index, "os", disk)
-    monkeypatch.setattr(files, "os", disk)
-    monkeypatch.setattr("kvpatch_jax.store.objects.os", disk)
+    tokens: Callable[[int], str] = lambda size: f"{next(numbers):0{2 * size}x}"
+    monkeypatch.setattr("kvpatch_jax.store.objects.secrets.token_hex", tokens)
+    for module in ("index", "files", "objects"):
+        monkeypatch.setattr(f"kvpatch_jax.store.{module}.os", disk)
     return disk
 
 
-def _token_hex():
-    numbers = itertools.count()
-    return lambda size: f"{next(numbers):0{2 * size}x}"
-
-
-def opened(root: Path, **options) -> Objects:
-    return Objects(root, secret=b"s" * 16, memory=0, **options)
-
-
-def check_cuts(disk: Disk, states: list[dict[int, set[int | None]]]) -> None:
+def check_cuts(disk: Disk, states: States) -> None:
     """Opens every cut. After `acknowledged` operations each name has one of the values that the state then allows."""
     disk.is_active = False
     for copy, acknowledged in disk.cuts:
@@ -152,7 +216,7 @@ def check_cuts(disk: Disk, states: list[dict[int, set[int | None]]]) -> None:
         shutil.rmtree(copy)
 
 
-def test_put_and_replace(disk):
+def test_cuts_while_objects_are_put_and_replaced(disk: Disk):
     store = opened(disk.root)
     store.put([(name_of(1), object_of(10))])
     disk.acknowledged = 1
@@ -161,17 +225,22 @@ def test_put_and_replace(disk):
     store.put_async(name_of(1), lambda: object_of(12), 1000).result()
     disk.acknowledged = 3
     disk.cut()
-    states = [{1: {None, 10}, 2: {None}}, {1: {10, 11}, 2: {None, 20}}, {1: {11, 12}, 2: {20}}, {1: {12}, 2: {20}}]
+    states: States = [
+        {1: {None, 10}, 2: {None}},
+        {1: {10, 11}, 2: {None, 20}},
+        {1: {11, 12}, 2: {20}},
+        {1: {12}, 2: {20}},
+    ]
     assert len(disk.cuts) > 60
     check_cuts(disk, states)
     store.close()
 
 
-def test_delete_and_put_again(disk):
+def test_cuts_while_objects_are_deleted_and_put_again(disk: Disk):
     store = opened(disk.root)
+    disk.is_active = False
     store.put([(name_of(1), object_of(10)), (name_of(2), object_of(20))])
-    disk.cuts.clear()
-    disk.acknowledged = 0
+    disk.is_active = True
     store.delete(f"{1:032x}")
     disk.acknowledged = 1
     disk.cut()
@@ -180,7 +249,7 @@ def test_delete_and_put_again(disk):
     store.delete_tenant()
     disk.acknowledged = 3
     disk.cut()
-    states = [
+    states: States = [
         {1: {10, None}, 2: {20}},
         {1: {None, 11}, 2: {20}},
         {1: {11, None}, 2: {20, None}},
@@ -190,40 +259,39 @@ def test_delete_and_put_again(disk):
     store.close()
 
 
-def test_evict(disk):
+def test_cuts_while_objects_are_evicted(disk: Disk):
     store = opened(disk.root)
-    for number in range(1, 6):
+    disk.is_active = False
+    for number in range(1, 7):
         store.put([(name_of(number), object_of(number))])
-    disk.cuts.clear()
-    states: list[dict[int, set[int | None]]] = [{number: {number, None} for number in range(1, 6)}]
-    for number in range(6, 9):
+    disk.is_active = True
+    states: States = [{number: {number, None} for number in range(1, 7)}]
+    for number in range(7, 9):
         store.put([(name_of(number), object_of(number))])
         disk.acknowledged += 1
         states[-1][number] = {None, number}
-        states.append({other: {other, None} for other in range(1, number)} | {number: {number}})
+        state: dict[int, set[int | None]] = {other: {other, None} for other in range(1, number)}
+        state[number] = {number}
+        states.append(state)
     disk.cut()
     assert store.counters["evicted"] > 0
     check_cuts(disk, states)
     store.close()
 
 
-def test_a_put_that_the_disk_fails_changes_nothing(disk, monkeypatch):
+def test_a_put_that_the_disk_fails_changes_nothing(disk: Disk, monkeypatch: pytest.MonkeyPatch):
     """The old object stays, and the next put takes place."""
     disk.is_active = False
     store = opened(disk.root)
     store.put([(name_of(1), object_of(10))])
-    for method, code, error in (
-        ("fsync", errno.EIO, StoreError),
-        ("writev", errno.ENOSPC, StoreError),
-        ("open", errno.EDQUOT, StoreError),
-    ):
+    for method, code in (("fsync", errno.EIO), ("writev", errno.ENOSPC), ("open", errno.EDQUOT)):
 
         def fail(*_: object, code: int = code) -> None:
             raise OSError(code, os.strerror(code))
 
         with monkeypatch.context() as patch:
             patch.setattr(disk, method, fail)
-            with pytest.raises(error):
+            with pytest.raises(StoreError):
                 store.put([(name_of(1), object_of(11)), (name_of(2), object_of(20))])
         assert store.get(name_of(1), value_of) == 10
         assert not store.contains(name_of(2))
