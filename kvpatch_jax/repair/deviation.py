@@ -109,9 +109,13 @@ def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> R
     queries = backbone.attention(
         entering, run.cache, layers=(check,), reduce=scaled_queries, slots=splice.slots, start_layer=check
     )
-    keys = [attended_keys(layout, cache, check) for cache in (run.cache, splice.cache)]
-    shift = attention_shift(queries[0], *keys, jnp.asarray(splice.slots))
-    score = jnp.take_along_axis(shift, jnp.asarray(splice.slots), axis=1)
+    fresh, spliced = (attended_keys(layout, cache, check) for cache in (run.cache, splice.cache))
+    slots, rows = jnp.asarray(splice.slots), jnp.arange(len(splice.slots))[:, None]
+    # Nothing is cached where new text goes: what lies there says nothing of the chunks.
+    new = slots[:, np.flatnonzero(splice.new_text())]
+    spliced = jnp.asarray(spliced).at[rows, new].set(fresh[rows, new])
+    shift = attention_shift(queries[0], fresh, spliced, slots)
+    score = jnp.take_along_axis(shift, slots, axis=1)
     run.run(check + 1, layout.layers, choose_scored(splice, jnp.where(live_tokens(splice), score, -jnp.inf), count))
     counts = [splice.cached_count] * (check + 1) + [count] * (layout.layers - check - 1)
     return run.repaired(recompute_bytes(layout, splice, counts, compared=splice.cached_count))

@@ -162,21 +162,12 @@ def test_a_prompt_with_all_of_every_chunk_equals_a_prefill(prompt):
         assert error(repaired.logits, logits) <= 1e-5
 
 
-PROMPT_METHODS = [name for name in TOKEN_METHODS if name not in ("infoflow", "prophetkv", "quest", "oracle_delta")]
-"""Those that read neither a question nor recorded KV, which a prompt does not have."""
-# KVShare compares attention over all spliced keys, those of the dummy cache among them.
-UNSOUND = {"kvshare": pytest.mark.xfail(reason="kvshare's choice depends on what lies where new text goes")}
+PROMPT_METHODS = sorted({*TOKEN_METHODS} - {"mpic", "kvshare", "infoflow", "prophetkv", "quest", "oracle_delta"})
+"""Others that read neither a question nor recorded KV, which a prompt does not have."""
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mpic",
-        *(
-            pytest.param(name, marks=[pytest.mark.nightly, *filter(None, [UNSOUND.get(name)])])
-            for name in PROMPT_METHODS
-        ),
-    ],
+    "name", ["mpic", "kvshare", *(pytest.param(name, marks=pytest.mark.nightly) for name in PROMPT_METHODS)]
 )
 def test_new_text_is_always_computed_and_what_lay_there_is_never_read(prompt, name):
     backbone, splice, _, _ = prompt
