@@ -31,9 +31,8 @@ def claim_of(path: Path) -> str:
 def tiers_of(path: Path) -> str:
     """Returns the tiers of a test file's tests, by its markers: "default" where a test, or a case of one, has none."""
     tree = ast.parse(path.read_text("utf-8"))
-    marked = {
-        tier for tier in TIERS for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == tier
-    }
+    attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    marked = {tier for tier in TIERS if f"pytest.mark.{tier}" in attributes}
     whole = set[str]()
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
