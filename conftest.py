@@ -21,8 +21,9 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Many small programs are compiled by several files, and by both of two processes.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
-# The same examples in every run; `--hypothesis-profile=nightly` draws others each time.
+# The same examples in every run; the other profiles (`--hypothesis-profile=`) draw others each time.
 hypothesis.settings.register_profile("default", max_examples=25, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("others", max_examples=25, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
 
