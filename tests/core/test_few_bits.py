@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import KVEncoding, PackedArray, pack, packed_bytes, resize, unpack
-from kvpatch_jax.errors import InputError, ShapeError
+from kvpatch_jax.errors import InputError
 from tests.shared.examples import examples
 from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of
 
@@ -143,8 +143,6 @@ def test_bad_arguments_are_refused(unchecked):
     for arguments in ({"bits": 9}, {"bits": 1, "symmetric": True}, {"bits": 4, "axis": 0}, {"bits": 4, "group": 0}):
         with pytest.raises(InputError, match="pack"):
             pack(value, **arguments)
-    with pytest.raises(ShapeError):
-        pack(value, 4, heads=True)
     with pytest.raises(InputError, match="encoded"):
         kvp.encode_chunk(kvp.encode_chunk(chunk_of("gqa"), "k4v4"), "k4v4")
 
