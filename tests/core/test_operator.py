@@ -1,5 +1,6 @@
 """One operator serves MLA, GQA and MHA: R(start + local)·(kv + u v) in float32, rounded once; rank 0 is a rotation."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
 
 import functools
 import math

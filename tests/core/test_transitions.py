@@ -81,7 +81,6 @@ def test_parts_that_make_no_context_are_refused(unchecked):
     kv, other = drawn(), drawn(PLAIN.with_transitions(LINEAR, 3, 5, 4, tail=(3, 10)))
     for parts, error in (
         ((kv, other), ShapeError),
-        ((kv, {name: value for name, value in kv.items() if name != "tail"}), LayoutError),
         (({name: value for name, value in kv.items() if name != "state"},), LayoutError),
     ):
         with pytest.raises(error, match="joined"):

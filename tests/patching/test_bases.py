@@ -43,7 +43,6 @@ def test_names_are_of_the_antecedents_in_any_order():
         mean_base(CHUNK, KVS, [["X"], *BEHIND[1:]]),
         mean_base(CHUNK, KVS, [[Member("X", "another")], *BEHIND[1:]]),
         mean_base(behind_a_lead, KVS, BEHIND),
-        mean_base(CHUNK, KVS[:1], BEHIND[:1]),
     ]
     leads = [other.lead for other in [base, *others]]
     assert len(set(leads)) == len(leads)
@@ -139,7 +138,6 @@ def test_what_makes_no_base_and_no_basis_is_refused(basis, unchecked: None):
     pair, packed = (CHUNK, behind(0)), kvp.encode_chunk(CHUNK, "k4v4")
     short = {name: np.zeros((3, 2, 2, 16), np.float32) for name in "kv"}
     for error, call in (
-        (InputError, lambda: mean_base(CHUNK, [], [])),
         (InputError, lambda: mean_base(CHUNK, KVS, BEHIND[:2])),
         (InputError, lambda: mean_base(packed, KVS, BEHIND)),
         (ShapeError, lambda: mean_base(CHUNK, [short], BEHIND[:1])),

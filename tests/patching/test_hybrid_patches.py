@@ -119,8 +119,6 @@ def test_what_fits_no_transition_is_refused(unchecked):
     patch = kvp.form_patch(chunk, target, 2, A, dense=False)
     with pytest.raises(LayoutError, match="basis"):
         fit_basis([(chunk, target)], 2)
-    with pytest.raises(LayoutError, match="got channels"):
-        kvp.form_patch(chunk, {n: v for n, v in target.items() if n != "map"}, 2, A)
     with pytest.raises(NotFiniteError, match="'map'"):
         kvp.form_patch(chunk, target | {"map": target["map"] * np.nan}, 2, A)
     u, v = patch.factors["state"]

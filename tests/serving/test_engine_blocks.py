@@ -198,7 +198,6 @@ def test_layouts_are_read_from_supported_configurations_only():
         ({"rope_theta": 1e4}, ["KimiVL"]),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}}, LLAMA),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, LLAMA),
-        ({}, LLAMA),
     ):
         with pytest.raises(ConfigError, match="connector"):
             layout_of({**TEXT, **more}, families)
