@@ -143,10 +143,8 @@ def test_a_medium_has_one_id_and_keeps_nothing_of_the_callers(tmp_path):
     ("make", "message"),
     [
         (lambda: Video(FRAMES, rate=0), "video: rate: got 0; expected a positive number"),
-        (lambda: Video(FRAMES, rate=1, fps=1, frames=2), "both fps and frames"),
         (lambda: Video(FRAMES, timestamps=[0, 2, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 4 frames of .* and 2 timestamps; expected"),
-        (lambda: Video([FRAMES[0], FRAMES[0][:8]], rate=2).read(), "frames of sizes"),
         (lambda: Audio(np.zeros((2, 2), np.float32), 8000), r"float32 \[2, 2\] and .*; expected .* floats \[samples\]"),
         (lambda: Audio(b"x", 8000), "got a bytes and rate 8000; expected a path or bytes without a rate"),
         (lambda: Audio(np.full(3, np.inf, np.float32), 8000).read(), "not finite"),

@@ -91,6 +91,12 @@ def test_what_is_masked_does_not_reach_a_readout_nor_its_derivative(bad: float):
     mask, k, v = np.arange(12) < 7, changed(K, (slice(None), 9), bad), changed(V, (slice(None), 9), bad)
     close(attention_with_lse(Q, k, v, placed(mask)), softmax_attention(np.broadcast_to(mask, (2, 5, 12))))
     assert all(np.isfinite(gradient).all() for gradient in GRADIENTS(Q, k, v, placed(mask)))
+    # A bad slot reaches those queries that read it: query heads 2 and 3 read KV head 1.
+    causal, spoilt = np.arange(12) <= np.array([3, 11, 8, 9, 0])[:, None], np.zeros((2, 5, 4), bool)
+    spoilt[0, [1, 3], 2:] = True
+    o, lse = attention_with_lse(Q, K, changed(V, (0, 9, 1), bad), placed(causal))
+    for found in (np.isnan(o).all(-1), np.isnan(o).any(-1), np.isnan(lse)):
+        np.testing.assert_array_equal(found, spoilt)
     # A query that reads nothing is empty.
     mask = placed(np.zeros(12, bool))
     o, lse = attention_with_lse(Q, K, V, mask)

@@ -223,7 +223,6 @@ def test_ropes_that_define_no_angle_are_refused():
         (LayoutError, "63", {"sections": (16, 24, 23)}),
         (LayoutError, "width 64", {"width": 64}),
         (InputError, "longrope", {"scaling": Scaling("longrope", factor=2, original=4096)}),
-        (InputError, "dynamic", {"scaling": Scaling("dynamic", factor=2, original=4096)}),
     ):
         with pytest.raises(error, match=message):
             kvp.Rope(**{"theta": 1e4, "dim": 128, **options})

@@ -142,11 +142,9 @@ def test_a_bare_name_is_no_antecedent_of_any_operator(chunk, patch, unchecked: N
     for call in (
         lambda names: kvp.form_patch(chunk, conditioned, 4, names),
         lambda names: kvp.apply_patch(chunk, patch, 0, names, allow_stale=True),
-        lambda names: kvp.apply_patch(chunk, None, 0, names),
         lambda names: kvp.apply_patch(chunk, patch, 0, A, base=chunk.kv, base_antecedent=names),
         lambda names: kvp.accumulate(None, conditioned, chunk, names),
         lambda names: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, names, A),
-        lambda names: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, A, names),
         lambda names: kvp.correction_patch(chunk, patch, conditioned, 4, names),
     ):
         with pytest.raises(InputError, match=r"antecedent.*expected"):
