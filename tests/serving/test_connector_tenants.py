@@ -141,11 +141,11 @@ def checkpoint_of(folder, *shards):
     return folder
 
 
-def digest_of(model, load_format="auto", quantization=None, **more):
+def digest_of(model, load_format="auto", quantization=None, folder=None, **more):
     return weights_digest(
         SimpleNamespace(
             model_config=SimpleNamespace(model=str(model), quantization=quantization),
-            load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+            load_config=SimpleNamespace(load_format=load_format, download_dir=str(folder)),
             **more,
         )
     )
@@ -159,6 +159,12 @@ def test_the_digest_depends_on_the_tensors_alone(tmp_path):
     first, second = dict(list(tensors.items())[:2]), dict(list(tensors.items())[2:])
     digest = digest_of(checkpoint_of(tmp_path / "joined", tensors))
     assert digest_of(checkpoint_of(tmp_path / "split", second, first)) == digest
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    checkpoint_of(cached / "snapshots" / ("0" * 40), tensors)
+    assert digest_of("some/model", folder=tmp_path) == digest, "from the hub's cache"
 
     last, middle = tensors["embed"].copy(), tensors["embed"].copy()
     assert last.nbytes > 2 * SAMPLE, "a tensor of which only samples are read"

@@ -93,7 +93,6 @@ def test_images_and_salts_are_announced_with_what_vllm_hashes_of_them(collected)
 def test_what_a_router_could_not_use_is_not_announced(collected):
     """Approximate, less than a block, salted by the plan, hashed in other units; or nobody listens."""
     for request, steps, enabled in (
-        (hashed(), steps_of(8, exact=0), True),
         (hashed(), steps_of(PAGE - 1), True),
         (hashed(salt="kvpatch-1234"), steps_of(8), True),
         (hashed(hashes=["other units"] * 3), steps_of(8), True),

@@ -58,10 +58,8 @@ SHORT = [*OPENER, *text(5)]
         ([*FIRST, *SHORT, *SECOND, *text(40, 2)], [59]),  # the short message is in the first chunk
         ([*SHORT, *SECOND, *SEPARATOR, 3], [71]),  # nothing is in front of it
         ([*FIRST, *[*OPENER, *text(14)] * 4, *OPENER, *text(40)], [52, 84, 116]),  # in pairs, just long enough
-        ([*FIRST, 3], [52]),  # a question may be short
         ([*FIRST, *SECOND, *OPENER, 3], [52]),  # the opening of the answer is part of the question
         (FIRST, []),  # no question would be left
-        ([7, 8] * 9, []),
         (FIRST * (MAX_SEGMENTS + 10), list(range(52, 52 * MAX_SEGMENTS + 1, 52))),
     ],
 )

@@ -98,7 +98,6 @@ SCENES = {
     # A chunk survives where all in front was there in its order.
     "one has left": behind([0, 1, 2, 3], [0, 2, 3, 4], "leading restored survivor survivor"),
     "another order": behind([0, 1, 2], [1, 0, 2], "leading survivor"),
-    "which of two has left": behind([0, 1, 0, 2], [1, 0, 2], "leading survivor"),
     # Survivors serve no one else.
     "another agent": Scene([([0, 1, 2], AGENT), ([1, 2], REMEMBER)], "leading"),
     "another tenant": Scene([([0, 1, 2], AGENT), ([1, 2], AGENT | {"salt": "another"})], ""),

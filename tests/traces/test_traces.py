@@ -49,7 +49,6 @@ def test_lines_that_are_no_event_are_refused_by_their_number_and_files_that_are_
         (ADD | {"op": "explode"}, "op: got 'explode'"),
         (ADD | {"op": "insert"}, "got 'insert' without before"),
         (ADD | {"chunk": "\ud800"}, "a text in UTF-8"),
-        (ADD | {"more": 1}, "got 'add' with 'more'"),
         (b"{\n", "JSON"),
     ):
         with pytest.raises(InputError, match=f"line 3.*{message}"):
