@@ -41,19 +41,14 @@ def rotated(name: str) -> dict:
     ("change", "error", "words"),
     [
         ({"kv": lambda: kv_of(LAYOUTS["mla"], 24)}, LayoutError, "ckv"),
-        ({"kv": lambda: kv_of(LAYOUTS["gqa"], 24, batch=(2, 2))}, ShapeError, "expected"),
         ({"kv": lambda: spoilt("gqa")}, NotFiniteError, "'k'"),
         ({"kv": lambda: rotated("gqa")}, LayoutError, "phase-free"),
         ({"local": np.zeros(23, np.float32)}, InputError, "23"),
         ({"local": np.arange(24) + 2**24, "span": 2**25}, InputError, r"below 2\*\*24"),
-        ({"local": np.full(24, np.inf, np.float32)}, InputError, "positions from inf"),
         ({"local": np.full(24, np.nan, np.float32)}, InputError, "positions from nan"),
         ({"length": 25}, InputError, "25"),
         ({"span": 23}, InputError, "span 23; expected at least 24"),
-        ({"id": ""}, InputError, "id"),
         ({"id": 3}, InputError, "chunk: id: got a int"),
-        ({"backbone": ""}, InputError, "fingerprint"),
-        ({"content": ""}, InputError, "content ''"),
         ({"lead": ""}, InputError, "lead ''"),
     ],
 )
@@ -68,15 +63,13 @@ def test_packed_kv_is_refused_without_its_encoding_or_with_damaged_scales(unchec
     for error, words, change in (
         (NotFiniteError, "'k'", {"kv": {**chunk.kv, "k": broken}}),
         (InputError, "packed", {"encoding": None}),
-        (InputError, "packed", {"kv": {**chunk.kv, "k": chunk_of("gqa").kv["k"]}}),
     ):
         with pytest.raises(error, match=words):
             dataclasses.replace(chunk, **change)
 
 
-@pytest.mark.parametrize("name", ["gqa", "blocked"])
-def test_padding_is_of_zeros(name: str):
-    chunk = chunk_of(name, tokens=10)
+def test_padding_is_of_zeros():
+    chunk = chunk_of("blocked", tokens=10)
     wide = chunk.pad(16)
     assert (wide.tokens, wide.length, wide.span) == (16, 10, chunk.span)
     for channel in chunk.layout.names:
@@ -119,11 +112,8 @@ def test_any_one_number_makes_another_content(dtype):
             place = tuple(int(rng.integers(size)) for size in (3, 20, 2, 16))
             others.append({**chunk.kv, name: changed(chunk.kv[name], place)})
     host = {name: np.asarray(value) for name, value in chunk.kv.items()}
-    others += [
-        {name: value[:, ::-1] for name, value in host.items()},
-        {name: value[::-1] for name, value in host.items()},
-    ]
-    others += [{name: value[..., ::-1] for name, value in host.items()}, {"k": host["v"], "v": host["k"]}]
+    others += [{name: np.flip(value, axis) for name, value in host.items()} for axis in (0, 1, -1)]
+    others.append({"k": host["v"], "v": host["k"]})
     contents = {dataclasses.replace(chunk, kv=kv).content for kv in others}
     assert len(contents | {chunk.content}) == len(others) + 1
 
@@ -190,20 +180,12 @@ def test_what_is_no_chunk_of_a_hybrid_layout_is_refused(unchecked):
     without = {name: value for name, value in kv.items() if name != "tail"}
     cases: list[tuple[Any, ...]] = [
         (without, LayoutError, "got channels", {}),
-        (kv, LayoutError, "got channels", {"layout": hybrid.PLAIN}),
         ({**packed, "v": kv["v"]}, InputError, r"expected \['k', 'v'\] packed", {"encoding": "k4v4g32"}),
     ]
-    # A transition where rows are expected, rows where a transition is, a state of other heads, one row too few.
-    for name, value in (
-        ("k", kv["state"]),
-        ("state", kv["k"]),
-        ("state", kv["state"][:, :, :2]),
-        ("tail", kv["tail"][:, 1:]),
-        ("map", kv["map"][None]),
-    ):
+    # A transition where rows are expected, a state of other heads, one row too few.
+    for name, value in (("k", kv["state"]), ("state", kv["state"][:, :, :2]), ("tail", kv["tail"][:, 1:])):
         cases.append((kv | {name: value}, ShapeError, rf"\['{name}'\]: got shape", {}))
-    for name in PARTS:
-        cases.append((kv | {name: changed(kv[name], (-1,) * 4, np.inf)}, NotFiniteError, rf"\['{name}'\]: got 1", {}))
+    cases.append((kv | {"tail": changed(kv["tail"], (-1,) * 4, np.inf)}, NotFiniteError, r"\['tail'\]: got 1", {}))
     for value, error, message, options in cases:
         fields = {"layout": layout, "backbone": "backbone", **options}
         with pytest.raises(error, match=message):

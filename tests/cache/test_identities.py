@@ -106,11 +106,10 @@ def test_sets_agree_where_some_order_of_them_does(pairs: list, random):
 
 def test_what_is_no_antecedent_is_refused(unchecked: None):
     chunk = chunk_of("gqa", id="A")
-    single = ["A", chunk, Member("A"), 3, None, b"A", {"A"}, {"A": 1}]
-    for value in (*single, [3], [None], [chunk.kv], [("A", None, None)]):
+    for value in ("A", chunk, Member("A"), None, {"A"}, [3], [chunk.kv], [("A", None, None)]):
         with pytest.raises(InputError, match=r"antecedent.*expected"):
             antecedent_of(value)
-    for member in (Member(3), Member("A", ""), Member("A", 3), Member("A", None, "bare"), Member("A", None, BARE * 2)):
+    for member in (Member(3), Member("A", ""), Member("A", None, "bare")):
         with pytest.raises(InputError, match=r"antecedent.*expected"):
             Antecedent.of(member)
     with pytest.raises(InputError, match=r"'B' prefilled behind 'A', which is not exact; expected"):

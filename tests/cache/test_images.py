@@ -98,10 +98,7 @@ def test_a_photo_is_turned_as_its_file_says_however_it_is_opened(tmp_path, form)
             assert (photo.size, photo.getexif()[ORIENTATION]) == ((40, 24), 6)
 
 
-@pytest.mark.parametrize(
-    "form", ["GIF", *(pytest.param(f, marks=pytest.mark.nightly) for f in ("PNG", "WEBP", "TIFF"))]
-)
-def test_an_animation_is_read_as_its_first_frame_with_a_warning(tmp_path, form):
+def test_an_animation_is_read_as_its_first_frame_with_a_warning(tmp_path):
     frames = [Image.fromarray(np.full((16, 24, 3), shade, np.uint8)) for shade in (0, 100, 200)]
     path = tmp_path / "image.gif"
     path.write_bytes(file_of(frames[0], "GIF", save_all=True, append_images=frames[1:]))

@@ -32,16 +32,14 @@ def path(tmp_path: Path) -> Path:
 
 
 FILES = r"""
-nope.png|shot1.pgn|clip.mp4|SHOT.JPEG|a@2x.webp|bilder/größe.png|请看shot.png|notes.txt|my shot.png|describe shot.png
-Screen Shot 2024-05-01 at 10.32.11 AM.png| shot.png |https://example.org/a|HTTP://x|s3://bucket/key|gs://b|file:/x
-file:///x|example.com|data:image/png;base64,iVBO|data:video/mp4;base64,AA AA|/tmp/x|./x|../x|~/x|~user/x|C:\x|c:/x
-\\host\x|/home/用户/截图|shots/run_1|shots/1|frames/|Qwen/Qwen2.5-VL
+shot1.pgn|SHOT.JPEG|bilder/größe.png|请看shot.png|my shot.png|Screen Shot 2024-05-01 at 10.32.11 AM.png| shot.png |HTTP://x
+https://example.org/a|s3://bucket/key|file:/x|example.com|data:image/png;base64,iVBO|/tmp/x|./x|~/x|~user/x|C:\x|c:/x
+\\host\x|shots/run_1|shots/1|frames/|Qwen/Qwen2.5-VL
 """.strip().replace("\n", "|")
 TEXTS = r"""
-What is in shot.png?|see https://example.org for more|https://example.org is down|Look at shot.png.|and/or|km/h|1/2|24/7
-he/she/they|2024/05/01|12.5/100|和/或|I/O|image/png|The words of this line are more than any name has: shot.png|3.14
-v1.2|U.S.|e.g.|w5 w6|...|wait...what|.|..|/|//|~|</think>|<im_end>|print(x.shape)|IMAGE#LOUVRE2025|\alpha|data:
-file \(it|C:|你好
+What is in shot.png?|see https://example.org for more|Look at shot.png.|and/or|1/2|2024/05/01|12.5/100|和/或|image/png
+The words of this line are more than any name has: shot.png|v1.2|U.S.|e.g.|w5 w6|...|wait...what|.|..|/|~|</think>|3.14
+C:|print(x.shape)|\alpha|data:|file \(it
 """.strip().replace("\n", "|")
 
 
@@ -59,15 +57,12 @@ def test_what_looks_like_a_file_is_refused_unless_it_is_a_text(backbone, tmp_pat
     assert backbone.prepare(["C6"])["input_ids"].shape[1] > 0
     for call in (
         lambda text: backbone.prepare([text]),
-        lambda text: kvp.make_chunk(backbone, [text]),
         lambda text: kvp.make_chunk(backbone, [[1]], lead=[text]),
         lambda text: kvp.conditioned(backbone, [[[1]], [text]]),
         id_of,
-        sort_of,
     ):
-        for text in ("shot.png", "https://x.org/a", "shots/run_1"):
-            with pytest.raises(InputError, match=r"pathlib\.Path\(.*kvpatch_jax\.Text\("):
-                call(text)
+        with pytest.raises(InputError, match=r"pathlib\.Path\(.*kvpatch_jax\.Text\("):
+            call("shots/run_1")
     assert sort_of(kvp.Text("shot.png")) == "text"
     assert id_of(kvp.Text("C6")) == id_of("C6") != id_of("C7")
 
@@ -78,18 +73,17 @@ def test_every_item_has_a_sort(backbone, unchecked: None):
     assert [sort_of(item) for item in items] == ["video"] * 2 + ["audio"] * 2 + ["image"] * 3 + ["text"]
     assert medium_of(video) is video
     assert medium_of(FRAMES) is None
-    for ids in ([5, 9, 12], (5, 9, 12), np.array([5, 9, 12]), jnp.array([5, 9, 12])):
+    for ids in ([5, 9, 12], np.array([5, 9, 12]), jnp.array([5, 9, 12])):
         assert backbone.prepare([ids])["input_ids"].tolist() == [[5, 9, 12]]
-    for item in (5, 1.5, None, {"image": "page.png"}, b"no image", [1.5], [True]):
+    for item in (5, None, {"image": "page.png"}, b"no image", [1.5], [True]):
         with pytest.raises(InputError, match="expected text, token ids or an image"):
             backbone.prepare([item])
 
 
 def test_a_single_item_is_no_sequence_of_items(backbone, unchecked: None):
-    for items in ("a b c", kvp.Text("a b c"), PAGE, jnp.asarray(PAGE), Path("page.png"), b"a", {"a": 1}, 7, []):
-        for call in (backbone.prepare, lambda items: kvp.make_chunk(backbone, items, "x")):
-            with pytest.raises(InputError, match="expected a sequence of items, at least one"):
-                call(items)
+    for items in (kvp.Text("a b c"), PAGE, jnp.asarray(PAGE), Path("page.png"), b"a", {"a": 1}, 7, []):
+        with pytest.raises(InputError, match="expected a sequence of items, at least one"):
+            backbone.prepare(items)
     assert backbone.prepare(item for item in [[1], [2]])["input_ids"].tolist() == [[1, 2]]
 
 
@@ -149,28 +143,14 @@ def test_a_medium_has_one_id_and_keeps_nothing_of_the_callers(tmp_path):
     ("make", "message"),
     [
         (lambda: Video(FRAMES, rate=0), "video: rate: got 0; expected a positive number"),
-        (lambda: Video(FRAMES, rate=1, frames=-1), "video: frames: got -1; expected a positive whole number"),
-        (lambda: Video(FRAMES, rate=1, timestamps=[0, 1, 2, 3]), "both rate and timestamps"),
-        (lambda: Video(FRAMES, rate=1, fps=1, frames=2), "both fps and frames"),
         (lambda: Video(FRAMES, timestamps=[0, 2, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 4 frames of .* and 2 timestamps; expected"),
-        (lambda: Video(FRAMES).read(), "frames with .*; expected rate or timestamps of frames"),
-        (lambda: Video(FRAMES[0], rate=2).read(), r"of shape \[16, 24, 3\]; expected"),
-        (lambda: Video([FRAMES[0], FRAMES[0][:8]], rate=2).read(), "frames of sizes"),
         (lambda: Audio(np.zeros((2, 2), np.float32), 8000), r"float32 \[2, 2\] and .*; expected .* floats \[samples\]"),
-        (lambda: Audio(np.zeros(3, np.float32)), "and rate None; expected .* floats .* with one"),
         (lambda: Audio(b"x", 8000), "got a bytes and rate 8000; expected a path or bytes without a rate"),
         (lambda: Audio(np.full(3, np.inf, np.float32), 8000).read(), "not finite"),
         (lambda: expect_small(Video(FRAMES, rate=1), 100), "got 4608 bytes; expected at most 100"),
-        (lambda: expect_small(Video(b"12345"), 4), "got 5 bytes; expected at most 4"),
     ],
 )
 def test_what_is_no_video_or_sound_is_refused(make, message, unchecked: None):
     with pytest.raises(InputError, match=message):
         make()
-
-
-def test_a_backbone_in_place_of_its_fingerprint_is_refused(backbone, unchecked: None):
-    for wrong in (backbone, ""):
-        with pytest.raises(InputError, match=r"expected.*(fingerprint|str)"):
-            chunk_id(wrong, PAGE)

@@ -8,7 +8,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Output, Tokens
 from kvpatch_jax.core import KVLayout, Rope
-from kvpatch_jax.errors import InputError, ShapeError
+from kvpatch_jax.errors import ShapeError
 
 LEAD, OTHER, UNIT = [[5, 6, 7, 8]], [[5, 6, 7, 9]], [[11, 12, 13]]
 
@@ -53,8 +53,6 @@ def test_the_lead_is_part_of_a_chunks_identity(backbone):
     assert behind.pad(9).lead == behind.lead
     with pytest.raises(ShapeError, match="lead: got 2 rows; expected one"):
         kvp.make_chunk(backbone, UNIT, lead=repeated(tokens))
-    with pytest.raises(InputError, match="lead: got no items; expected"):
-        kvp.make_chunk(backbone, UNIT, lead=[])
 
 
 class RunningMean:

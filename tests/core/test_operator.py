@@ -1,5 +1,6 @@
 """One operator serves MLA, GQA and MHA: R(start + local)·(kv + u v) in float32, rounded once; rank 0 is a rotation."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
 
 import functools
 import math
@@ -116,6 +117,17 @@ def test_no_product_is_held_for_more_than_one_layer(program: str):
     sizes = [math.prod(map(int, shape.split(","))) for shape in products]
     assert sizes
     assert max(sizes) == TOKENS * HEADS * WIDTH
+
+
+def test_no_layer_but_one_of_an_encoded_chunk_is_unpacked_at_a_time():
+    layout, tokens = kvp.KVLayout.gqa(16, 4, 64, kvp.Rope(1e4, 64)), 128
+    kv = kv_of(layout, tokens, dtype=jnp.bfloat16)
+    chunk = kvp.Chunk(kv, np.arange(tokens, dtype=np.int32), tokens, tokens, "c", layout, "tiny")
+    packed = kvp.encode_chunk(chunk, "k4v4")
+    lowered = ops.jitted_apply.lower(layout, dict(packed.kv), {}, chunk.local, np.int32(3))
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 2 * tokens * 4 * 64 * 4
+    assert memory.argument_size_in_bytes <= 0.36 * chunk.nbytes
 
 
 # ------------------------------------------------------------------------------------------------------- batches

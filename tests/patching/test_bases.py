@@ -8,7 +8,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
-from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, ShapeError
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
 from kvpatch_jax.patching import Basis, check_in_basis, fit_basis, form_in_basis, mean_base, with_basis
 from kvpatch_jax.store import ChunkStore
 from tests.shared.arrays import placed
@@ -43,7 +43,6 @@ def test_names_are_of_the_antecedents_in_any_order():
         mean_base(CHUNK, KVS, [["X"], *BEHIND[1:]]),
         mean_base(CHUNK, KVS, [[Member("X", "another")], *BEHIND[1:]]),
         mean_base(behind_a_lead, KVS, BEHIND),
-        mean_base(CHUNK, KVS[:1], BEHIND[:1]),
     ]
     leads = [other.lead for other in [base, *others]]
     assert len(set(leads)) == len(leads)
@@ -105,7 +104,6 @@ def test_a_deficit_that_was_not_fitted_is_recovered_by_coefficients_alone(basis)
     assert patch.factors["k"][1] is basis.directions["k"]  # no copy
     assert kvp.quantise(patch, "int8").nbytes == 2 * 3 * 24 * 4 + 2 * 3 * 4 * 4  # and scales
     assert kvp.keep_layers(patch, (1,)).nbytes == patch.nbytes // 3
-    assert form_in_basis(CHUNK, unseen, basis, ["A"], np.int64(2)).nbytes == patch.nbytes // 2
 
 
 def test_smaller_patches_stay_in_their_basis(basis):
@@ -130,8 +128,6 @@ def test_another_basis_is_refused(basis):
     moved = {name: (u, -v) for name, (u, v) in patch.factors.items()}
     with pytest.raises(PatchMismatchError, match="directions of 'k'"):
         check_in_basis(kvp.Patch(moved, patch.metadata), basis)
-    with pytest.raises(PatchMismatchError, match="basis: got backbone"):
-        form_in_basis(dataclasses.replace(CHUNK, backbone="other"), behind(17), basis, ["A"], 4)
     deep = chunk_of("blocked")
     with pytest.raises(PatchMismatchError, match="basis: got backbone"):
         form_in_basis(deep, conditioned_of(deep), basis, ["A"], 4)
@@ -141,16 +137,11 @@ def test_what_makes_no_base_and_no_basis_is_refused(basis, unchecked: None):
     pair, packed = (CHUNK, behind(0)), kvp.encode_chunk(CHUNK, "k4v4")
     short = {name: np.zeros((3, 2, 2, 16), np.float32) for name in "kv"}
     for error, call in (
-        (InputError, lambda: mean_base(CHUNK, [], [])),
         (InputError, lambda: mean_base(CHUNK, KVS, BEHIND[:2])),
-        (InputError, lambda: mean_base(CHUNK, KVS[:2], BEHIND)),
-        (InputError, lambda: mean_base("chunk", KVS, BEHIND)),
         (InputError, lambda: mean_base(packed, KVS, BEHIND)),
         (ShapeError, lambda: mean_base(CHUNK, [short], BEHIND[:1])),
         (InputError, lambda: fit_basis([], 4)),
-        (InputError, lambda: fit_basis([pair], 0)),
         (InputError, lambda: fit_basis([pair], 33)),
-        (LayoutError, lambda: fit_basis([pair], {"q": 4})),
         (ShapeError, lambda: Basis({"k": np.zeros((3, 4, 31))}, CHUNK.layout, "tiny")),
         (InputError, lambda: form_in_basis(CHUNK, behind(0), basis, ["A"], 0)),
     ):

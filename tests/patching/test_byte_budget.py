@@ -128,22 +128,17 @@ def test_bytes_never_exceed_the_budget_and_none_are_left_for_another_direction(k
         assert patch.nbytes > nbytes - DIRECTION[kind, dtype] - 2 * chunk.layout.layers
 
 
-@pytest.mark.parametrize("kind", ["gqa", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("mla", "interleaved"))])
-def test_a_budget_that_holds_the_deficit_restores_it(kind):
-    chunk = chunk_of(kind, length=20)
-    kv = conditioned_of(chunk, rank=2)
-    start = 7 if chunk.layout.rope.axes is None else np.array([1, 2, 3])
+def test_a_budget_that_holds_the_deficit_restores_it():
+    kv = conditioned_of(CHUNK, rank=2)
     # The rounding of float32 has energy too, so the rank is bounded.
-    patch = kvp.truncate(kvp.form_patch(chunk, kv, ByteBudget(1 << 20), A, dtype="float32"), 2)
-    assert {own.ranks for own in patch.factors.values()} == {(2,) * chunk.layout.layers}
-    found = kvp.apply_patch(chunk, patch, start, A)
-    for name, value in placed_in_float64(chunk.layout, kv, chunk.local, start).items():
+    patch = kvp.truncate(kvp.form_patch(CHUNK, kv, ByteBudget(1 << 20), A, dtype="float32"), 2)
+    assert {own.ranks for own in patch.factors.values()} == {(2,) * CHUNK.layout.layers}
+    found = kvp.apply_patch(CHUNK, patch, 7, A)
+    for name, value in placed_in_float64(CHUNK.layout, kv, CHUNK.local, 7).items():
         np.testing.assert_allclose(found[name][:, :20], value[:, :20], atol=1e-4)
-
-
-def test_a_chunk_without_a_deficit_needs_no_factors():
-    patch = kvp.form_patch(CHUNK, dict(CHUNK.kv), ByteBudget(1000), A)
-    assert (dict(patch.factors), patch.nbytes, patch.predicted) == ({}, 0, 0)
+    # Where there is none, no factors are needed.
+    nothing = kvp.form_patch(CHUNK, dict(CHUNK.kv), ByteBudget(1000), A)
+    assert (dict(nothing.factors), nothing.nbytes, nothing.predicted) == ({}, 0, 0)
 
 
 def test_a_budget_is_spent_in_four_bits_by_default():
@@ -164,9 +159,6 @@ def test_a_share_is_of_the_chunk_in_16_bits_and_has_a_floor():
     # As many on average, spent where they are needed most.
     ranks = [rank for own in floor.factors.values() for rank in own.ranks]
     assert LEAST_DIRECTIONS - 0.5 <= np.mean(ranks) <= LEAST_DIRECTIONS
-    short = chunk_of("gqa", length=2)
-    few = kvp.form_patch(short, conditioned_of(short, rank=12), "1 %", A, dense=False)
-    assert [own.ranks for own in few.factors.values()] == [(2, 2, 2)] * 2
 
 
 def test_what_no_budget_can_form_is_refused(unchecked):
@@ -174,12 +166,7 @@ def test_what_no_budget_can_form_is_refused(unchecked):
     batch = dataclasses.replace(CHUNK, kv=kv_of(layout, 24, batch=(2,)), content=None)
     for error, call in (
         (InputError, lambda: ByteBudget(0)),
-        (InputError, lambda: ByteBudget(2.5)),
-        (InputError, lambda: ByteBudget(10, relative=1.5)),
-        (InputError, lambda: ByteBudget(10, relative="all")),
-        (InputError, lambda: ByteBudget(100, least=-1)),
         (InputError, lambda: ByteBudget.share(CHUNK, 0)),
-        (InputError, lambda: ByteBudget.share("chunk", 0.1)),
         (InputError, lambda: kvp.form_patch(CHUNK, kv, ByteBudget(30), A)),
         (ShapeError, lambda: kvp.form_patch(batch, dict(batch.kv), ByteBudget(600), A)),
     ):

@@ -43,11 +43,7 @@ def test_an_orbit_is_of_one_set_and_one_chunk():
         with pytest.raises((PatchMismatchError, InputError), match=r"antecedent.*expected"):
             kvp.accumulate(sums, second, CHUNK, wrong)
     short = chunk_of("gqa", tokens=1, content=CHUNK.content)
-    for chunk, error in (
-        (short, PatchMismatchError),
-        (CHUNK.pad(32), ShapeError),
-        (chunk_of("gqa", seed=5), Exception),
-    ):
+    for chunk, error in ((short, PatchMismatchError), (CHUNK.pad(32), ShapeError)):
         kv = {name: np.asarray(value) for name, value in chunk.kv.items()}
         with pytest.raises(error, match=r"accumulate: got"):
             kvp.accumulate(sums, kv, chunk, [ONE, TWO])

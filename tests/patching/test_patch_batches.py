@@ -77,12 +77,10 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
     with kvp.ChunkStore(tmp_path) as store:
         for error, message, call in (
             (ShapeError, "batch 3; expected the chunk's 24, batch None", lambda: kvp.apply_patch(one, patch, 3, A)),
-            (ShapeError, "expected the chunk's", lambda: kvp.form_patch(batch, conditioned_of(one), 4, A)),
             (InputError, "each of 3 chunks", lambda: kvp.apply_patch(batch, patch, np.array([1, 2]), A)),
             (ShapeError, "batch 3; expected those of the chunk", lambda: kvp.accumulate(sums, conditioned, batch, A)),
             (ShapeError, "a batch of 3", lambda: kvp.pool.splice(pool, slots, kvp.Placed(batch, patch, 3, A))),
             (ShapeError, "a batch of 3 chunks; expected one chunk per object", lambda: store.put(batch)),
-            (ShapeError, "a batch of 3 patches; expected one per object", lambda: store.put_patches([patch])),
         ):
             with pytest.raises(error, match=message):
                 call()
@@ -91,18 +89,16 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
 # -------------------------------------------------------------------------------------------------------- programs
 
 
-@pytest.mark.parametrize("name", ["gqa", pytest.param("interleaved", marks=pytest.mark.nightly)])
-def test_forming_and_applying_compile_once(name: str):
+def test_forming_and_applying_compile_once():
     """One program each for every chunk, length of its bucket, antecedent and place."""
-    layout, counts = LAYOUTS[name], []
+    counts = []
     for seed, length in ((0, 24), (1, 24), (2, 19)):
-        chunk = chunk_of(name, seed=seed, length=length)
+        chunk = chunk_of("gqa", seed=seed, length=length)
         for antecedent in (("A",), ("A", "C")):
             conditioned = conditioned_of(chunk, seed=seed + len(antecedent))
-            last = seed + (5 if layout.rope.axes is None else np.array([1, 2, 3]))
             with compilations() as compiled:
                 patch = kvp.form_patch(chunk, conditioned, 4, antecedent, key=jax.random.key(seed))
-                for start in (seed, 7 + seed, np.int32(60 + seed), last):
+                for start in (seed, 7 + seed, np.int32(60 + seed)):
                     kvp.apply_patch(chunk, patch, start, antecedent)
             counts.append((compiled.count("jit(factorise_deficit)"), compiled.count("jit(apply)"), len(compiled)))
     assert max(form for form, _, _ in counts) <= 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import PackedArray, RaggedFactors, is_packed
+from kvpatch_jax.core import RaggedFactors, is_packed
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError
 from tests.shared.operator_cases import chunk_of, conditioned_of, placed_in_float64
 
@@ -46,14 +46,7 @@ def added(patch: kvp.Patch) -> dict[str, np.ndarray]:
     result = {}
     for name, own in patch.factors.items():
         channel = patch.metadata.chunk.layout.channel(name)
-        if isinstance(own, RaggedFactors):
-            u, v, rows = np.asarray(own.u, np.float64), np.asarray(own.v, np.float64), np.asarray(own.rows)
-            layers = []
-            for row in rows:
-                row = row[row < len(v)]
-                layers.append(u[row].T @ v[row])
-            product = np.stack(layers)
-        elif isinstance(own, tuple):
+        if isinstance(own, tuple):
             product = np.asarray(own[0], np.float64) @ np.asarray(own[1], np.float64)
         else:
             product = np.asarray(own, np.float64)
@@ -100,21 +93,7 @@ def test_a_removal_from_the_canonical_is_an_ordinary_patch(chunk, encoding):
 # --------------------------------------------------------------------------------------------------- corrections
 
 
-def assert_same_kind(first, second) -> None:
-    """Asserts that two leaves have one type, size, and where they are packed one encoding."""
-    assert (type(first), first.nbytes) == (type(second), second.nbytes)
-    if isinstance(first, PackedArray):
-        assert (first.bits, first.group, first.axis) == (second.bits, second.group, second.axis)
-
-
-@pytest.mark.parametrize(
-    ("word", "dtype"),
-    [
-        (None, "float32"),
-        ("k3v3g8", "int8"),
-        *(pytest.param("k3v3g8", dtype, marks=pytest.mark.nightly) for dtype in ("float32", "int6", "int6gall")),
-    ],
-)
+@pytest.mark.parametrize(("word", "dtype"), [(None, "float32"), ("k3v3g8", "int8")])
 def test_an_updated_patch_is_the_best_of_its_rank_behind_the_changed_antecedent(chunk, word, dtype):
     """In the dtype of the patch, and on the numbers that the base decodes to."""
     chunk = chunk if word is None else kvp.encode_chunk(chunk, word)
@@ -127,7 +106,7 @@ def test_an_updated_patch_is_the_best_of_its_rank_behind_the_changed_antecedent(
     assert (metadata.corrects, metadata.base_antecedent, metadata.errors) == (None, None, None)
     for name, (u, v) in patch.factors.items():
         for leaf, other in zip((u, v), updated.factors[name], strict=True):
-            assert_same_kind(leaf, other)
+            assert (type(leaf), leaf.nbytes) == (type(other), other.nbytes)
     rounding = 1e-5 if dtype == "float32" else 0.05
     for name, delta in deficit(chunk, changed).items():
         total = added(patch)[name] + added(correction)[name]
@@ -150,24 +129,6 @@ def uneven(patch: kvp.Patch, ranks: tuple[int, ...]) -> tuple[kvp.Patch, kvp.Pat
         factors[name] = RaggedFactors(jnp.asarray(left), jnp.asarray(right), jnp.asarray(rows))
         masked[name] = (jnp.asarray(u * taken[:, None]), jnp.asarray(v))
     return kvp.Patch(factors, patch.metadata), kvp.Patch(masked, patch.metadata)
-
-
-@pytest.mark.nightly
-def test_an_update_keeps_the_rank_of_each_layer(chunk, patch):
-    ranks = (6, 2, 4)
-    ragged = kvp.quantise(uneven(patch, ranks)[0], "int7")
-    changed = conditioned_of(chunk, rank=6, seed=11)
-    correction = kvp.correction_patch(chunk, ragged, changed, 13, CHANGED, method="exact", dtype="float32")
-    updated = kvp.update_patch(ragged, correction)
-    for name, own in updated.factors.items():
-        assert own.ranks == ranks
-        assert own.u.bits == own.v.bits == 7
-        delta, found = deficit(chunk, changed)[name], added(updated)[name]
-        for layer, rank in enumerate(ranks):
-            least = best_error(delta[layer : layer + 1], rank)
-            left = np.linalg.norm(found[layer] - delta[layer])
-            assert left <= 1.001 * least + 0.03 * np.linalg.norm(delta[layer])
-    assert [own.ranks for own in kvp.update_patch(ragged, correction, rank=3).factors.values()] == [(3, 2, 3)] * 2
 
 
 def test_an_update_takes_channels_that_are_dense_or_were_not_there(chunk):
@@ -205,9 +166,8 @@ def test_a_correction_is_folded_into_the_patch_that_it_corrects_and_no_other(chu
     unmarked = kvp.Patch(correction.factors, dataclasses.replace(correction.metadata, corrects=None))
     with pytest.raises(PatchMismatchError, match="None"):
         kvp.update_patch(patch, unmarked)
-    for rank, kind, message in ((11, InputError, "rank 11"), ({"k": 4, "q": 4}, LayoutError, "'q'")):
-        with pytest.raises(kind, match=message):
-            kvp.update_patch(patch, correction, rank)
+    with pytest.raises(InputError, match="rank 11"):
+        kvp.update_patch(patch, correction, 11)
 
 
 # ------------------------------------------------------------------------------------------------ smaller patches
@@ -248,7 +208,7 @@ def test_fewer_layers_have_the_rows_of_those_layers(chunk, patch):
 @pytest.mark.parametrize(
     ("dtype", "share"), [("bfloat16", 0.6), ("int8", 0.4), ("float8_e4m3fn", 0.4), ("int4", 0.2), ("int6gall", 0.3)]
 )
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e9])
+@pytest.mark.parametrize("size", [1e-6, 1e9])
 def test_fewer_bits_are_scaled_whatever_the_range(patch, dtype: str, share: float, size: float):
     """Each product of rounded factors is off by a part of the strongest direction."""
     scaled = {name: (np.asarray(u) * np.float32(size), np.asarray(v)) for name, (u, v) in patch.factors.items()}
@@ -269,12 +229,9 @@ def test_factors_beyond_a_dtype_are_refused(chunk):
     for call in (
         lambda: kvp.quantise(patch, jnp.float16),
         lambda: kvp.form_patch(chunk, conditioned, 4, A, dtype=jnp.float16),
-        lambda: kvp.orbit_patch(kvp.accumulate(None, conditioned, chunk, A), 4, dtype=jnp.float16),
     ):
         with pytest.raises(NotFiniteError, match=r"float16.*expected finite"):
             call()
-    with pytest.raises(InputError, match="int16"):
-        kvp.quantise(patch, jnp.int16)
 
 
 def test_a_patch_with_a_rank_for_each_layer_is_cut_as_one_with_zeros(chunk, patch):
@@ -289,6 +246,14 @@ def test_a_patch_with_a_rank_for_each_layer_is_cut_as_one_with_zeros(chunk, patc
     ):
         found, wanted = (kvp.apply_patch(chunk, change(own), 9, A) for own in (ragged, whole))
         assert error(found, wanted) < 3e-6
+    # An update keeps the rank of each layer, here all of the change in the first one.
+    changed = conditioned_of(chunk, rank=6, seed=11)
+    correction = kvp.correction_patch(chunk, ragged, changed, 13, CHANGED, method="exact")
+    updated = kvp.update_patch(ragged, correction)
+    assert {own.ranks for own in updated.factors.values()} == {(6, 2, 0)}
+    wanted = placed_in_float64(chunk.layout, changed, chunk.local, 9)
+    for name, value in kvp.apply_patch(chunk, updated, 9, CHANGED).items():
+        np.testing.assert_allclose(value[0], wanted[name][0], atol=5e-5)
     few = kvp.quantise(ragged, "int4")
     assert few.nbytes < ragged.nbytes / 3
     wider = few.pad(chunk.tokens + 9).factors["k"].u

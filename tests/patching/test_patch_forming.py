@@ -1,14 +1,11 @@
 """A patch of rank m is the best of that rank; one of full rank restores the conditioned KV at every start."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Antecedent, ChunkKey, PatchMetadata
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, ShapeError
 from tests.shared.arrays import placed
 from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
@@ -89,26 +86,6 @@ def test_channels_may_have_ranks_of_their_own_or_none():
     assert error({"kpe": found["kpe"]}, {"kpe": expected["kpe"]}) < 2e-5
 
 
-def test_a_patch_in_bfloat16_stays_within_one_unit_of_recompute():
-    chunk = chunk_of("gqa", tokens=48)
-    conditioned = conditioned_of(chunk)
-    exact = placed_in_float64(chunk.layout, conditioned, chunk.local, 1000)["k"]
-    small = dataclasses.replace(chunk, kv={name: value.astype(jnp.bfloat16) for name, value in chunk.kv.items()})
-    patch = kvp.form_patch(small, conditioned, 8, A)
-    assert patch.factors["k"][0].dtype == jnp.bfloat16
-    found = np.asarray(kvp.apply_patch(small, patch, 1000, A)["k"].astype(jnp.float32))
-    recompute = np.asarray(exact.astype(jnp.bfloat16), np.float64)
-    ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max(-1))) - 7)
-    assert (np.abs(found - exact).max(-1) <= np.abs(recompute - exact).max(-1) + ulp).all()
-
-
-def test_bytes_are_the_papers():
-    layout = kvp.KVLayout.gqa(1, 4, 128, kvp.Rope(1e6, 128))
-    factors = {name: (np.zeros((1, 480, 16), np.float32), np.zeros((1, 16, 512), np.float32)) for name in "kv"}
-    patch = kvp.Patch(factors, PatchMetadata(ChunkKey("B", "tiny", layout), Antecedent(), (0,)))
-    assert patch.nbytes == 31 * layout.bytes_per_token(jnp.float32)
-
-
 def test_a_patch_is_padded_with_its_chunk():
     chunk = chunk_of("gqa")
     narrow, dense = (kvp.form_patch(chunk, conditioned_of(chunk), rank, A) for rank in (4, 24))
@@ -130,16 +107,14 @@ def test_what_forms_no_patch_is_refused(unchecked):
     spoilt = np.asarray(conditioned["v"]).copy()
     spoilt[0, 0, 0, 0] = np.nan
     short = {name: value[:, :9] for name, value in conditioned.items()}
-    engine, budget = kvp.to_engine(chunk.layout, conditioned, chunk.local, 3), kvp.patching.ByteBudget(4096)
+    engine = kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)
     form = lambda rank=4, conditioned=conditioned, **more: kvp.form_patch(chunk, conditioned, rank, A, **more)
-    cases = [(InputError, "expected at least 1", {"rank": rank}) for rank in (0, -1, {"k": -1})]
-    cases += [(InputError, "rank", {"rank": size}) for size in ("12 %%", "twelve kB", "0 kB", "0 %", "-3 %", 2.5, True)]
-    cases += [(InputError, dtype, {"dtype": dtype}) for dtype in ("int32", "int1", "int9")]
+    cases = [(InputError, "expected at least 1", {"rank": rank}) for rank in (0, {"k": -1})]
+    cases += [(InputError, "rank", {"rank": size}) for size in ("twelve kB", "0 %", 2.5)]
     cases += [
-        (InputError, "int32", {"rank": budget, "dtype": "int32"}),
+        (InputError, "int9", {"dtype": "int9"}),
         (InputError, "layers", {"layers": (3,)}),
         (InputError, "method", {"method": "svd"}),
-        (InputError, "key", {"key": 7}),
         (LayoutError, "'q'", {"rank": {"q": 2}}),
         (LayoutError, "phase-free", {"conditioned": engine}),
         (NotFiniteError, "'v'", {"conditioned": conditioned | {"v": spoilt}}),
@@ -152,8 +127,6 @@ def test_what_forms_no_patch_is_refused(unchecked):
     (u, v), metadata = patch.factors["v"], patch.metadata
     for kind, message, factors in (
         (NotFiniteError, r"'v'\]: got 1 values that are NaN", {**patch.factors, "v": (u, v.at[0, 0, 0].set(jnp.inf))}),
-        (InputError, "factors: got a list", [u, v]),
-        (InputError, r"factors\['k'\]: got a float", {"k": ([1.0], v)}),
     ):
         with pytest.raises(kind, match=message):
             kvp.Patch(factors, metadata)

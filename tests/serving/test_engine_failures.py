@@ -2,15 +2,13 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import errno
+import functools
 import os
-import shutil
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from serving_hooks import BLOCKS, ask, engine_of
-from serving_sides import EVERYTHING, TOKENS, matched_of, output_of, request_of, rows_of_kv, served, sides_of, true_kv
+from serving_sides import TOKENS, matched_of, output_of, request_of, rows_of_kv, served, sides_of, true_kv
 
 from kvpatch_jax.errors import StoreError
 from kvpatch_jax.serving.vllm.messages import StepCommands
@@ -34,33 +32,16 @@ def assert_serves(engine):
     assert (plain.count, plain.report, plain.salt) == (0, None, None)
 
 
-def nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 # ------------------------------------------------------------------------------------------------------------- clients
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(EVERYTHING)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = st.sampled_from(["reuse", "kl", "promise", "agent", "segments", "save", "other"])
-ENDS = st.lists(st.integers(1, 32), max_size=4, unique=True).map(sorted)
-PARTS = st.one_of(
-    VALUES,
-    st.dictionaries(FIELDS, VALUES, max_size=4),
-    st.fixed_dictionaries({"segments": ENDS}, optional={"reuse": st.sampled_from(EVERYTHING), "save": SCALARS}),
-)
-HOSTILE = [[], 10**30, {"kvpatch": []}, {"kvpatch": {"segments": [8], "reuse": nested(5000)}}]
-HOSTILE += [{"kvpatch": {"segments": [8], "agent": "x" * 10**6}}, {"kvpatch": {"segments": [8], "kl": 10**400}}]
+NESTED = functools.reduce(lambda inner, _: [inner], range(5000), [])
+SEGMENTS = {"segments": [8]}
+HOSTILE = [PLAN, {"kvpatch": SEGMENTS}, 10**30, "text", [1], {"kvpatch": 1.5}, {"kvpatch": {"segments": [8, 40]}}]
+HOSTILE += [{"kvpatch": SEGMENTS | {"reuse": NESTED}}, {"kvpatch": SEGMENTS | {"kl": 10**400}}, {"kvpatch": {"": {}}}]
+HOSTILE += [{"kvpatch": SEGMENTS | {"agent": "x" * 10**6}}, {"kvpatch": SEGMENTS | {"save": None}}]
 
 
-@given(st.sampled_from([PLAN, *HOSTILE]) | VALUES | st.fixed_dictionaries({"kvpatch": PARTS}))
+@pytest.mark.parametrize("params", HOSTILE, ids=range(len(HOSTILE)))
 def test_nothing_is_kept_of_a_request_whatever_it_asks_for(engine, params):
     request = request_of("fuzzed", params, TOKENS[:24])
     scheduler, side = engine.scheduler, engine.scheduler.scheduler_side
@@ -183,22 +164,16 @@ def test_whatever_reading_raises_costs_a_prefill_or_what_would_be_formed(sides, 
     assert {kind: counts[kind] for kind in ("unread", "unsaved")} == {"unread": 0, "unsaved": 0, counted: 1}
 
 
-@pytest.mark.parametrize("fault", ["the disk is full", "the directory is gone"])
-def test_a_store_that_fails_costs_no_answer(sides, tmp_path, monkeypatch, fault):
+def test_a_store_that_fails_costs_no_answer(sides, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "on purpose")
 
     served(sides, "first", {"segments": [8]})
-    if fault == "the disk is full":
-        monkeypatch.setattr(os, "fsync", full)
-    else:
-        sides.worker.stores.of("default").flush()
-        shutil.rmtree(tmp_path / "store")
+    monkeypatch.setattr(os, "fsync", full)
     expected = rows_of_kv(true_kv(TOKENS[4:]))
     for turn in range(3):
         answer = served(sides, f"turn {turn}", {"segments": [8, 18]}, TOKENS[4:])
         assert not answer.failed
         np.testing.assert_allclose(answer.loaded[:, : answer.count], expected[:, : answer.count], rtol=1e-5, atol=1e-5)
-    # A directory that is gone may be made again by what is written next.
-    assert sides.worker.former.counts["failed"] > 0 or fault == "the directory is gone"
+    assert sides.worker.former.counts["failed"] > 0
     assert sides.scheduler.reading == (0, 0)

@@ -37,7 +37,7 @@ CACHES = {
     "stacked": CacheAxes(GQA),
     "listed": CacheAxes(GQA, "B K T H"),
     "apart": CacheAxes(GQA, "T L B K H"),
-    "single": CacheAxes(GQA, "L K T H"),
+    "single": CacheAxes(GQA, "L K T H", ring=True),
     "latent": CacheAxes(MLA, "L B T H", ("latent", "rope_key")),
 }
 
@@ -82,25 +82,21 @@ def assert_equal(cache: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-CASES = [("stacked", 4), ("listed", 0), ("latent", 4), ("apart", 0), ("single", 0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [*CASES, *(pytest.param(name, 4 - rank, marks=pytest.mark.nightly) for name, rank in CASES)],
-)
+@pytest.mark.parametrize(("name", "rank"), [("stacked", 4), ("listed", 0), ("latent", 4), ("apart", 0), ("single", 0)])
 def test_a_placed_chunk_is_what_the_operator_computes_and_nothing_else_changes(name: str, rank: int):
     axes = CACHES[name]
     cache, row, chunk = cache_of(axes), 1 if "B" in axes.letters else 0, chunk_of(axes.layout)
+    slot = SLOTS - 2 if axes.ring else 7
+    slots = np.arange(slot, slot + TOKENS) % SLOTS
     conditioned = {name: value * 2 for name, value in chunk.kv.items()}
     patch = kvp.form_patch(chunk, conditioned, rank, ["legend"]) if rank else None
     placed = kvp.Placed(chunk.pad(TOKENS + 3), patch and patch.pad(TOKENS + 3), 40, ["legend"])
-    written = place_in_cache(cache, axes, placed, 7, row=row)
+    written = place_in_cache(cache, axes, placed, slot, row=row)
 
     expected = rows_of(cache, axes, row)
     for name, value in placed.apply().items():
         expected[name] = expected[name].copy()
-        expected[name][:, 7 : 7 + TOKENS] = np.asarray(value)[:, :TOKENS]
+        expected[name][:, slots] = np.asarray(value)[:, :TOKENS]
     for name, value in rows_of(written, axes, row).items():
         assert (value == expected[name]).all()
     if "B" in axes.letters:
@@ -108,7 +104,7 @@ def test_a_placed_chunk_is_what_the_operator_computes_and_nothing_else_changes(n
         assert all((before[name] == after[name]).all() for name in before)
     assert jax.tree.structure(written) == jax.tree.structure(cache)
 
-    again = chunk_from_cache(written, axes, TOKENS, id="page", backbone="toy", slot=7, row=row, start=40)
+    again = chunk_from_cache(written, axes, TOKENS, id="page", backbone="toy", slot=slot, row=row, start=40)
     for channel in axes.layout.channels:
         read, value = np.asarray(again.kv[channel.name], np.float32), np.asarray(chunk.kv[channel.name], np.float32)
         np.testing.assert_allclose(read, 2 * value if rank else value, atol=0.3)
@@ -148,33 +144,18 @@ def test_a_cache_on_explicit_axes_of_a_mesh_keeps_its_sharding():
     assert (np.asarray(chunk.kv["v"]) == np.asarray(placed.kv["v"])).all()
 
 
-def test_slots_of_a_ring_continue_at_the_front():
-    axes, chunk = dataclasses.replace(CACHES["listed"], ring=True), chunk_of(GQA)
-    written = place_in_cache(cache_of(axes), axes, kvp.Placed(chunk, None, 9), SLOTS - 2)
-    value = np.asarray(kvp.apply_patch(chunk, None, 9)["v"])
-    assert (rows_of(written, axes, 0)["v"][:, [22, 23, 0, 1, 2]] == value).all()
-    again = chunk_from_cache(written, axes, TOKENS, id="page", backbone="toy", slot=SLOTS - 2, start=9)
-    assert (np.asarray(again.kv["v"]) == value).all()
-
-
 def test_what_does_not_fit_is_refused_before_anything_is_written():
     axes, cache, errors = CACHES["stacked"], cache_of(CACHES["stacked"]), kvp.errors
     placed, small = kvp.Placed(chunk_of(GQA), None, 3), {name: value.astype(jnp.int8) for name, value in cache.items()}
     quantised = {name: (value, cache[name][..., 0]) for name, value in small.items()}
     for error, message, arguments, slot, row in (
         (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), SLOTS - 4, 0),
-        (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), 3.0, 0),
         (errors.InputError, "got row .* expected 0 to", (cache, axes, placed), 0, ROWS),
         (errors.LayoutError, "not quantised", (quantised, axes, placed), 0, 0),
         (errors.ShapeError, "int8", (small, axes, placed), 0, 0),
         (errors.ShapeError, r"cache\.k: got shape", (cache, CacheAxes(GQA, "L B K T H"), placed), 0, 0),
-        (errors.LayoutError, "got 0 arrays", ({"keys": cache["k"]}, axes, placed), 0, 0),
-        (errors.LayoutError, "one chunk of the cache's", (cache, axes, kvp.Placed(chunk_of(MLA), None, 3)), 0, 0),
     ):
         with pytest.raises(error, match=message):
             place_in_cache(*arguments, slot, row=row)
-    for length in (0, -1, SLOTS + 1):
-        with pytest.raises(errors.InputError, match=r"got length .* expected 1 to"):
-            chunk_from_cache(cache, axes, length, id="chunk", backbone="tiny")
-    with pytest.raises(errors.LayoutError, match="got axes 'L B X'"):
-        CacheAxes(GQA, "L B X")
+    with pytest.raises(errors.InputError, match=r"got length .* expected 1 to"):
+        chunk_from_cache(cache, axes, SLOTS + 1, id="chunk", backbone="tiny")

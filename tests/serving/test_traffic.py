@@ -91,10 +91,6 @@ SCENES = {
     "exactly behind other chunks": Scene(
         all_of({}, [0, 1, 2], [1, 2]), "leading", why="chunk 2 of 3 is not stored behind those in front of it"
     ),
-    "behind the same neighbour": Scene(
-        [*all_of({}, [0, 1, 2, 3], [1, 5]), ([1, 2, 3], PATCHED)], "leading restored near near", None
-    ),
-    "without a certificate": Scene([*BASES, ([1, 2], LIMITED)], "leading restored"),
     "within a bound": Scene([*BASES, ([1, 2], LIMITED)], "leading restored mean", 0.01, {"near": 0.04, "mean": 0.01}),
     "beyond a bound": Scene(
         [*BASES, ([1, 2], LIMITED)], "leading restored", 0.0, {"mean": 0.04}, why="is not certified within 0.03 nats"
@@ -102,27 +98,16 @@ SCENES = {
     # A chunk survives where all in front was there in its order.
     "one has left": behind([0, 1, 2, 3], [0, 2, 3, 4], "leading restored survivor survivor"),
     "another order": behind([0, 1, 2], [1, 0, 2], "leading survivor"),
-    "inserted": behind([0, 1, 2], [0, 5, 1, 2], "leading restored"),
-    "which of two has left": behind([0, 1, 0, 2], [1, 0, 2], "leading survivor"),
-    "twice": behind([5, 3, 4, 3], [3, 4, 3], "leading survivor survivor survivor"),
     # Survivors serve no one else.
-    "the same agent": Scene([([0, 1, 2], AGENT), ([1, 2], AGENT)], "leading survivor survivor"),
     "another agent": Scene([([0, 1, 2], AGENT), ([1, 2], REMEMBER)], "leading"),
     "another tenant": Scene([([0, 1, 2], AGENT), ([1, 2], AGENT | {"salt": "another"})], ""),
-    "another promise": Scene([([0, 1, 2], AGENT), ([1, 2], AGENT | {"promise": "forget"})], "leading"),
-    "exact requests get none": Scene([([0, 1, 2], REMEMBER), ([1, 2], {})], "leading"),
     "forgetting": Scene(all_of(CERTIFIED, [0, 1, 2], [1, 2, 3]), "leading survivor survivor", 0.02, {"survivor": 0.02}),
-    "forgetting, beyond": Scene(all_of(CERTIFIED, [0, 1, 2], [1, 2, 3]), "leading", 0.0, {"survivor": 0.06}),
-    "nothing is kept": Scene([([0, 1, 2], REMEMBER | {"save": False}), ([0, 1, 2], REMEMBER)], ""),
     # A window that remembers promises its survivors, but not what was computed behind other approximate chunks.
     "prefilled behind": Scene([*BASES, ([1, 2, 3], REMEMBER)], "leading restored near", 0.03, {"near": 0.03}),
     "inherited": Scene([*BASES[::2], *all_of(REMEMBER, [1, 2, 3], [3, 4])], "leading survivor", 0.03, {"near": 0.03}),
     # A chunk that was met before is prefilled behind exact ones once.
     "learnt": Scene(LEARNT, KNOWN, **LEARNING, why="chunk 5 of 5 is prefilled behind exact ones, to be stored"),
     "near from then on": Scene([*LEARNT, ([2, 0, 1, 5], CERTIFIED)], f"{KNOWN} restored near", 0.01, **LEARNING),
-    "never met": Scene([*MET, ([3, 0, 1, 4], CERTIFIED)], f"{KNOWN} near", 0.01, **LEARNING),
-    "not to be saved": Scene([*MET, ([3, 0, 1, 5], CERTIFIED | {"save": False})], f"{KNOWN} near", 0.01, **LEARNING),
-    "remembering": Scene([*MET, ([3, 0, 1, 5], REMEMBER)], f"{KNOWN} near", 0.01, **LEARNING),
 }
 
 
@@ -152,9 +137,6 @@ def test_pages_have_the_rows_of_the_prefills_that_they_come_from(sides):
     for index, (pages, place) in enumerate([([1, 5], 0), ([0, 1, 2, 3], 2), ([0, 1, 2, 3], 3)]):
         assert_page(answer, index, pages, place)
     assert not answer.orders.saves or not answer.orders.saves[0].prefills, "nothing is formed behind approximate chunks"
-    tokens = [*PAGES[7], *PAGES[0], *PAGES[1], *QUESTION]
-    answer = served(sides, "other lead", {"segments": [5, 10, 15], **PATCHED}, tokens, BLOCKS)
-    assert answer.count == 0
 
 
 def test_a_damaged_prefill_gives_way_to_the_next_best_and_is_stored_again(tmp_path):
@@ -211,13 +193,3 @@ def test_patches_are_formed_when_their_antecedent_comes_again(tmp_path):
         for times in (1, 2, 3):
             asked(sides, f"time {times}", [3, 2, 1])
             assert sides.worker.former.counts["patches"] == (times >= 2), times
-
-
-def test_exact_requests_store_few_histories_of_a_chunk_until_one_comes_again(tmp_path):
-    stored = []
-    with sides_of(tmp_path, store_after=2) as sides:
-        for number in (*range(10), 9):
-            tokens = [*LEAD, *[1000 + number] * SIZE, *PAGES[0], *QUESTION]
-            served(sides, f"{number}", {"segments": [4, 9, 14]}, tokens, BLOCKS)
-            stored.append(sides.worker.former.counts["prefills"])
-    assert stored[-2:] == [10 + 8, 10 + 9], "each neighbour, the page behind eight of them, and where it came again"

@@ -1,9 +1,8 @@
-"""A recorded trace reads back as it was written, replays to the same windows, and refuses hostile lines by number."""
+"""A recorded trace reads back as it was written, line by line, and hostile lines are refused by their number."""
 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,41 +48,28 @@ def test_lines_that_are_no_event_are_refused_by_their_number_and_files_that_are_
         (ADD | {"at": -1.0}, "seconds, 0 or more"),
         (ADD | {"op": "explode"}, "op: got 'explode'"),
         (ADD | {"op": "insert"}, "got 'insert' without before"),
-        (ADD | {"before": "zero"}, "got 'add' with 'before'"),
         (ADD | {"chunk": "\ud800"}, "a text in UTF-8"),
-        (ADD | {"tokens": 0}, "tokens: got 0"),
-        (ADD | {"span": 2**31}, "span: got 2147483648"),
-        (ADD | {"payload": "image.png"}, "payload: got 'image.png'"),
-        ({"at": 0.0, "session": "a", "op": "ask", "text": "q", "steps": 10**10}, "steps: got 10000000000"),
-        (ADD | {"more": 1}, "got 'add' with 'more'"),
-        ({"at": 1, "session": "a"}, "op: got None"),
         (b"{\n", "JSON"),
     ):
         with pytest.raises(InputError, match=f"line 3.*{message}"):
             Trace.read(write(tmp_path / "t.jsonl", HEADER, ADD | {"chunk": "zero"}, line))
-    for header in (HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"lead": "x"}, b""):
+    for header in (HEADER | {"version": 2}, HEADER | {"more": 1}, b""):
         with pytest.raises(InputError, match="line 1"):
             Trace.read(write(tmp_path / "t.jsonl", header, ADD))
-    with pytest.raises(InputError, match="cannot be read"):
-        Trace.read(tmp_path)
-    with pytest.raises(InputError, match="cannot be written"):
-        Trace(()).write(tmp_path / "no" / "folder.jsonl")
 
 
 def test_payloads_outside_of_the_folder_are_refused(tmp_path):
     inside = tmp_path / "inside"
     (inside / "folder").mkdir(parents=True)
-    (tmp_path / "secret.png").write_bytes(b"x")
+    for path in (tmp_path / "secret.png", inside / "page.png"):
+        path.write_bytes(b"x")
     (inside / "link.png").symlink_to(tmp_path / "secret.png")
-    (inside / "page.png").write_bytes(b"y")
     event = lambda name: Event(0, "a", "add", "one", payload=(str(name),))
     trace = Trace((), folder=inside)
     assert trace.payloads(event("page.png")) == (inside / "page.png",)
     for name in ("link.png", "none.png", "folder", "../secret.png", tmp_path / "secret.png"):
         with pytest.raises(InputError, match="expected a regular file below"):
             trace.payloads(event(name))
-    with pytest.raises(InputError, match="folder: got None"):
-        Trace(()).payloads(event("page.png"))
 
 
 def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
@@ -119,36 +105,3 @@ def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked
     assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl").events] == ["one"]
     with pytest.raises(InputError, match="expected a new file"):
         Recorder(tmp_path / "t.jsonl")
-    wrong: list[Any] = [-1, "2", 1.5]
-    for lead in wrong:
-        with pytest.raises(InputError, match=r"recorder.lead: got .*expected"):
-            Recorder(tmp_path / "none.jsonl", lead=lead)
-    assert not (tmp_path / "none.jsonl").exists()
-
-
-@pytest.mark.nightly
-def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
-    from evals.loops.episodes import recorded_prompts
-    from kvpatch_jax import Session
-    from tests.shared.session_cases import QUESTION, image_of, reader
-
-    windows = []
-    with Recorder(tmp_path / "t.jsonl") as recorder, Session(reader(), keep=2) as session:
-        session.watchers.append(recorder)
-
-        def ask() -> None:
-            str(session.ask(QUESTION, steps=1))
-            windows.append([(piece.entry.content, piece.entry.tokens) for piece in session.window.pieces])
-
-        session.add("w5 w6")
-        for step in range(4):
-            session.add(image_of(step), order_free=True)
-            ask()
-        back = session.recall(image_of(0))
-        ask()
-        session.slide(1)
-        session.replace(back, image_of(7))
-        ask()
-    prompts = list(recorded_prompts(Trace.read(tmp_path / "t.jsonl")))
-    assert [[(piece.shown.content, piece.shown.tokens) for piece in prompt.pieces] for prompt in prompts] == windows
-    assert [prompt.questions for prompt in prompts] == [(QUESTION,)] * 6
