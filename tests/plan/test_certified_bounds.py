@@ -16,12 +16,9 @@ import pytest
 from kvpatch_jax.cache import SURVIVOR_WAYS
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.plan import Certificate, CertifiedPlan, Losses
-from tests.plan.plan_cases import BACKBONE, certificate, row
+from tests.shared.certificates import BACKBONE, certificate, row
 
-GRID = {("stored", 8): {0: 0.5, 3: 2.0}, ("stored", 16): {0: 0.2, 3: 0.9}, ("stored", 32): {0: 0.3, 3: 0.4}}
-
-
-GRID |= {("bare", 0): {0: 3.0, 3: 5.0}}
+GRID = {("stored", 8): {0: 0.5, 3: 2.0}, ("stored", 16): {0: 0.2, 3: 0.9}, ("bare", 0): {0: 3.0, 3: 5.0}}
 
 
 def test_a_bound_is_the_worst_of_the_rows_around_it():
@@ -110,9 +107,8 @@ def test_windows_beyond_the_measured_ones_are_reported():
     made = certificate(GRID, tokens=200, chunks=4, spans=(4, 40), modalities=("image",))
     page = (9, "image")
     for tokens, chunks, reason in (
-        (200, [page] * 4, None),
-        (12, [(4, "image"), (40, "image"), (None, "image")], None),
-        (400_020, [page], "window of 400020 tokens; certified up to 200"),
+        (200, [page] * 3 + [(None, "image")], None),
+        (201, [page], "window of 201 tokens; certified up to 200"),
         (200, [page] * 5, "window of 5 chunks; certified up to 4"),
         (200, [page, (41, "image")], "chunk that spans 41 positions; certified from 4 to 40"),
         (200, [(3, "image")], "chunk that spans 3 positions; certified from 4 to 40"),
@@ -175,13 +171,16 @@ def forged(made: Certificate, change: Any) -> str:
     return json.dumps(saved)
 
 
-CELLS = [("kl_bound", 0), ("kl_bound", "0.1"), ("kl_bound", -0.1), ("kl_bound", None), ("kl", 9e9), ("coverage", 0.2)]
-CELLS += [("rank", True), ("rank", 10**30), ("rank", -8), ("rank", 2), ("answers", 0), ("point", "stale")]
-CELLS += [("promise", "both"), ("flips_high", 0.001), ("behind", 1.0)]
-FIELDS: list[dict[str, Any]] = [{"recommended": {"rank": 16}}, {"recommended": {"rank": 0, "reason": "why"}}]
-FIELDS += [{"more": 1}, {"rows": []}, {"backbone": ""}, {"model": "x" * 3000}, {"level": 1}, {"calibration": 0}]
-FIELDS += [{"disjoint": 1}, *({"spans": spans} for spans in ([4], [5, 4], [0, 4], [1.0, 4], None))]
-FIELDS += [{"modalities": words} for words in ([], "image", [3], ["a"] * 99)]
+CELLS = [("kl_bound", "0.1"), ("kl_bound", -0.1), ("kl_bound", None), ("kl", 9e9), ("coverage", 0.2), ("rank", True)]
+CELLS += [("rank", 10**30), ("rank", 2), ("answers", 0), ("point", "stale"), ("promise", "both"), ("flips_high", 0.001)]
+FIELDS: list[dict[str, Any]] = [
+    {"recommended": {"rank": 16}},
+    {"more": 1},
+    {"rows": []},
+    {"backbone": ""},
+    {"level": 1},
+]
+FIELDS += [{"model": "x" * 3000}, {"calibration": 0}, {"spans": [4]}, {"spans": [5, 4]}, {"modalities": [3]}]
 
 
 def test_values_are_checked_although_the_digest_matches(unchecked, made: Certificate):
@@ -197,8 +196,7 @@ def test_values_are_checked_although_the_digest_matches(unchecked, made: Certifi
         with pytest.raises(InputError, match="expected"):
             Certificate.from_json(forged(made, change), backbone=BACKBONE)
     for point, rank, more in (
-        *(("guess", 8, {}), ("stored", -1, {}), ("stored", True, {}), ("stored", 8.0, {})),
-        *(("stored", 8, {"behind": -1}), ("stored", 8, {"promise": "hope"})),
+        *(("guess", 8, {}), ("stored", -1, {}), ("stored", 8, {"behind": -1}), ("stored", 8, {"promise": "hope"})),
     ):
         with pytest.raises(InputError, match="expected"):
             certificate(GRID).bound(point, rank, **more)
@@ -206,11 +204,10 @@ def test_values_are_checked_although_the_digest_matches(unchecked, made: Certifi
 
 def test_hostile_files_are_refused(unchecked, made: Certificate, tmp_path: Path):
     text = made.to_json()
-    hostile: list[Any] = [made, None, "", b"\xff\xfe\x00", "null", "[]", "{}", "[" * 100_000, "9" * 5_000]
+    hostile: list[Any] = [None, "", b"\xff\xfe\x00", "null", "{}", "[" * 100_000, "9" * 5_000]
     hostile += [text.replace("kvpatch certificate", "kvpatch window"), text.replace('"a model"', '"\\ud800"')]
-    hostile += [text.replace('"version": 1', f'"version": {version}') for version in ("2", "true", '1, "version": 1')]
-    hostile += [text.replace("0.95", number, 1) for number in ("NaN", "1e999")]
-    hostile += [text.replace('["point", "rank"', '["rank", "rank"', 1)]
+    hostile += [text.replace('"version": 1', f'"version": {version}') for version in ("2", '1, "version": 1')]
+    hostile += [text.replace("0.95", "NaN", 1), text.replace('["point", "rank"', '["rank", "rank"', 1)]
     for content in hostile:
         assert content != text
         with pytest.raises(InputError, match="certificate"):
@@ -218,8 +215,6 @@ def test_hostile_files_are_refused(unchecked, made: Certificate, tmp_path: Path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", (4 << 20) + 1)
-    for name in ("missing", "pipe", "large", ""):
+    for name in ("missing", "pipe", "large"):
         with pytest.raises(InputError, match="expected"):
             Certificate.read(tmp_path / name, backbone=BACKBONE)
-    with pytest.raises(InputError, match="No such file"):
-        made.write(tmp_path / "missing" / "certificate.json")
