@@ -62,26 +62,10 @@ def test_survivors_take_the_worse_of_the_neighbouring_slides():
     bounds = {slides: made.bound("survivor", slides, behind=3) for slides in (1, 2, 3, 8, 9, 400)}
     assert bounds == {1: 0.1, 2: 0.4, 3: 0.4, 8: 0.3, 9: None, 400: None}
     assert made.bound("survivor", 2, behind=4) is None
+    # Whoever does not know how often a window slid gets no better bound than from any row.
+    assert made.bound("survivor", behind=3) == Losses(made, "forget", 8).kl(SURVIVOR_WAYS, 3) == 0.4
     gap = certificate({("survivor", 1): {3: 0.1}, ("survivor", 2): {7: 0.1}})
     assert [gap.bound("survivor", slides, behind=3) for slides in (1, 2, 0)] == [0.1, None, None]
-
-
-def test_uncounted_slides_take_the_worst_of_all():
-    """Whoever does not know how often a window slid gets no better bound than from any row."""
-    draw = random.Random(3)
-    for _ in range(50):
-        table = {slides: {3: draw.random(), 7: draw.random()} for slides in draw.sample(range(1, 20), 3)}
-        made = certificate({("survivor", slides): bounds for slides, bounds in table.items()})
-        for behind, near in ((0, (3,)), (3, (3,)), (5, (3, 7)), (7, (7,))):
-            worst = max(bounds[others] for bounds in table.values() for others in near)
-            assert made.bound("survivor", behind=behind) == worst
-            growing = max(made.bound("survivor", behind=others) or 0.0 for others in range(behind + 1))
-            assert Losses(made, "forget", 8).kl(SURVIVOR_WAYS, behind) == growing
-            for slides in range(1, 20):
-                bound = made.bound("survivor", slides, behind=behind)
-                assert (bound is None) == (slides > max(table))
-                assert (bound or 0.0) <= worst
-        assert made.bound("survivor", behind=8) is None
 
 
 def test_mixed_windows_have_the_worst_bound_of_their_chunks():
@@ -137,24 +121,11 @@ def test_a_written_certificate_is_read_back_equal_for_its_weights(tmp_path: Path
     assert dataclasses.replace(made, level=0.9).digest != made.digest
     with pytest.raises(InputError, match="other weights"):
         Certificate.read(path, backbone="e" * 64)
-
-
-def test_every_flip_and_cut_is_detected(made: Certificate):
-    """Bytes changed and files cut short: damage, or (of white space, of 1E-7) the very same certificate."""
-    content = made.to_json().encode()
-    draw, same = random.Random(1), 0
-    places = range(0, len(content), 3)
-    for place in places:
-        changed = content[:place] + bytes([content[place] ^ (1 << draw.randrange(8))]) + content[place + 1 :]
-        try:
-            assert Certificate.from_json(changed, backbone=BACKBONE) == made
-            same += 1
-        except InputError:
-            continue
-    assert same < len(places) / 8
-    for end in range(0, len(content) - 2, 17):
-        with pytest.raises(InputError, match="certificate: got"):
-            Certificate.from_json(content[:end], backbone=BACKBONE)
+    text = made.to_json()
+    assert "0.95" in text
+    for damaged in (text.replace("0.95", "0.96", 1), text[:999]):
+        with pytest.raises(InputError, match=r"certificate.*got"):
+            Certificate.from_json(damaged, backbone=BACKBONE)
 
 
 def forged(made: Certificate, change: Any) -> str:

@@ -95,9 +95,6 @@ def check_totals(made: Plan) -> None:
             assert chunk.kl == 0.0
 
 
-# ----------------------------------------------------------------------------------------------- every selection
-
-
 rows = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=5).map(sorted)
 
 
@@ -154,9 +151,6 @@ def test_no_allowed_selection_is_quicker(data: st.DataObject):
     assert bound is not None
     assert made.kl <= bound + 1e-12
     check_totals(made)
-
-
-# --------------------------------------------------------------------------------------------------------------- scenes
 
 
 A, B, C, D, E = ENTRIES = [entry(number, 50) for number in range(5)]
@@ -277,8 +271,6 @@ def test_scenes_are_served_by_their_points_within_their_bounds():
             assert (f"uncertified: {scene.beyond}" in made.explain()) == (scene.beyond is not None), name
             check_totals(made)
 
-
-# ----------------------------------------------------------------------------------------------------- arguments
 
 EMPTY = Window.empty(BACKBONE)
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -140,7 +140,7 @@ class ArrayPair(Pair):
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
-        *(("mrope", (3, 7, 8, 14, 18, 26, 29, 37)), ("gemma3", (37,)), ("hybrid", (18,))),
+        *(("mrope", (3, 7, 8, 14, 18, 26, 29, 37)), ("gemma3", (29,)), ("hybrid", (18,))),
         *(pytest.param(name, range(100, 300), marks=NIGHTLY) for name in ("mrope", "kimi", "deepstack", "hybrid")),
     ],
 )
@@ -150,7 +150,7 @@ def test_random_programs_give_the_kv_that_their_terms_say(name: str, seeds: Iter
     for seed in seeds:
         pair, log = ArrayPair(name, seed), []
         try:
-            for _ in range(14):
+            for _ in range(11):
                 log.append(pair.step())
                 pair.check()
                 pair.run()
