@@ -113,7 +113,7 @@ def test_an_interrupt_at_any_moment_leaves_the_window_before_or_after(backbone):
         with session.fork() as branch:
             moments = interrupted(lambda: branch.replace("shot 2", "w30 w31"), None)
             expected = {branch.ids: logits(branch), session.ids: logits(session)}
-        executor = session.runtime.executor
+        counts = session.runtime.executor.slots.counts
         for moment in range(3, moments, max(1, moments // 12)):
             with session.fork() as branch:
                 interrupted(lambda branch=branch: branch.replace("shot 2", "w30 w31"), moment)
@@ -152,7 +152,7 @@ def test_watchers_see_every_change_after_it_has_happened_and_may_raise(backbone)
         session.add(image_of(1), id="shot 1")
         session.recall("shot 0")
         session.evict("shot 0")
-        counts = session.runtime.executor.slots.counts
+        executor = session.runtime.executor
         with pytest.raises(AssertionError):
             session.close()
         assert executor.slots.free_pages == executor.slots.pages

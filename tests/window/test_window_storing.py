@@ -158,14 +158,21 @@ def test_patches_are_formed_on_encoded_canonicals_and_the_front_is_kept_as_it_is
     assert (done.encoded, done.canonical_bytes) == (2, sum(chunk.nbytes for chunk in store.chunks.values()))
     assert (store.encodings_of("c0"), store.encodings_of("c1")) == ({None}, {"k8v8g32"})
     assert {patch.metadata.chunk.encoding for patch in store.patches} == {"k8v8g32"}
+    # A canonical that is stored as it was prefilled is encoded without a forward.
+    plain = MemoryStore()
+    plain.put(case.loop.canonical("c2"))
+    other = Traffic(rank=4, store=plain, encoding="k8v8")
+    other.loop.append("c0", "c1", "c2")
+    assert other.counts() == (2, 3, 1)
+    other.former.close()
     assert case.patch("c2").nbytes < 0.6 * layout.bytes_per_token() * case.loop.window.piece("c2").entry.tokens
     case.former.close()
 
 
-def stored_by(store: Any, *ids: str, name: str = "gqa", means: bool = False) -> tuple[Loop, PatchFormer]:
+def stored_by(store: Any, *ids: str, name: str = "gqa", means: bool = False, nbytes: float = 1e6) -> Any:
     """A loop of chunks that were prefilled behind one another, whose prefills are stored."""
     loop = Loop(name)
-    with PatchFormer(loop.backbone, store, 0, prefill_bytes=1 << 20) as former:
+    with PatchFormer(loop.backbone, store, 0, prefill_bytes=int(nbytes)) as former:
         if means:
             former.form_means()
         former.watch(loop.executor)
@@ -196,7 +203,6 @@ def test_a_prefill_serves_behind_the_same_history_bit_for_bit_and_behind_a_like_
     first, former = stored_by(store, "c0", "c1", "c2", name=name)
     assert (former.done.prefills, former.done.patches) == (2, 0)
     made = first.window.piece("c2").made
-
     again, prefills = Loop(name, store=store), prefills_of(first, store)
     again.append("c0", "c1")
     assert find(again, prefills, "c2") == {"restored": made}
@@ -233,6 +239,9 @@ def test_a_mean_is_over_the_histories_that_share_the_nearest_chunk():
     place.append("c5", service=Service("restored", stored=stored["mean"], likeness="mean"))
     assert distance(read(place, "c5"), {name: np.mean([rows[name] for rows in kv], axis=0) for name in kv[0]}) <= 1e-6
     assert distance(read(place, "c5"), kv[0]) > 1e-3
+    # Of two prefills, padded to twice their rows, there is room for the first alone.
+    nbytes = 3 * sum(rows.nbytes for rows in kv[0].values())
+    assert stored_by(MemoryStore(), "c0", "c1", "c2", nbytes=nbytes)[1].done.prefills == 1
     # One history has no mean.
     assert "mean" not in find(place, prefills_of(place, store), "c1")
 
