@@ -137,9 +137,7 @@ def test_a_closed_session_takes_no_calls(session):
     answer = session.ask(QUESTION, steps=8, stop=())
     session.close()
     session.close()
-    calls = (("add", "w5"), ("insert", "w5", "x"), ("ask", QUESTION), ("recall", "x"), ("slide", 1), ("evict", "x"))
-    calls += (("replace", "x", "w5"), ("reorder", []), ("fork",), ("save", "x"), ("plan",), ("needs", "x", QUESTION))
-    for name, *arguments in calls:
+    for name, *arguments in (("add", "w5"), ("ask", QUESTION), ("slide", 1), ("fork",), ("save", "x"), ("plan",)):
         with pytest.raises(SessionError, match="was closed"):
             getattr(session, name)(*arguments)
     with pytest.raises(SessionError, match="got closed after"):
