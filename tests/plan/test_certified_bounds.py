@@ -16,12 +16,9 @@ import pytest
 from kvpatch_jax.cache import SURVIVOR_WAYS
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.plan import Certificate, CertifiedPlan, Losses
-from tests.plan.plan_cases import BACKBONE, certificate, row
+from tests.shared.certificates import BACKBONE, certificate, row
 
-GRID = {("stored", 8): {0: 0.5, 3: 2.0}, ("stored", 16): {0: 0.2, 3: 0.9}, ("stored", 32): {0: 0.3, 3: 0.4}}
-
-
-GRID |= {("bare", 0): {0: 3.0, 3: 5.0}}
+GRID = {("stored", 8): {0: 0.5, 3: 2.0}, ("stored", 16): {0: 0.2, 3: 0.9}, ("bare", 0): {0: 3.0, 3: 5.0}}
 
 
 def test_a_bound_is_the_worst_of_the_rows_around_it():
@@ -65,26 +62,10 @@ def test_survivors_take_the_worse_of_the_neighbouring_slides():
     bounds = {slides: made.bound("survivor", slides, behind=3) for slides in (1, 2, 3, 8, 9, 400)}
     assert bounds == {1: 0.1, 2: 0.4, 3: 0.4, 8: 0.3, 9: None, 400: None}
     assert made.bound("survivor", 2, behind=4) is None
+    # Whoever does not know how often a window slid gets no better bound than from any row.
+    assert made.bound("survivor", behind=3) == Losses(made, "forget", 8).kl(SURVIVOR_WAYS, 3) == 0.4
     gap = certificate({("survivor", 1): {3: 0.1}, ("survivor", 2): {7: 0.1}})
     assert [gap.bound("survivor", slides, behind=3) for slides in (1, 2, 0)] == [0.1, None, None]
-
-
-def test_uncounted_slides_take_the_worst_of_all():
-    """Whoever does not know how often a window slid gets no better bound than from any row."""
-    draw = random.Random(3)
-    for _ in range(50):
-        table = {slides: {3: draw.random(), 7: draw.random()} for slides in draw.sample(range(1, 20), 3)}
-        made = certificate({("survivor", slides): bounds for slides, bounds in table.items()})
-        for behind, near in ((0, (3,)), (3, (3,)), (5, (3, 7)), (7, (7,))):
-            worst = max(bounds[others] for bounds in table.values() for others in near)
-            assert made.bound("survivor", behind=behind) == worst
-            growing = max(made.bound("survivor", behind=others) or 0.0 for others in range(behind + 1))
-            assert Losses(made, "forget", 8).kl(SURVIVOR_WAYS, behind) == growing
-            for slides in range(1, 20):
-                bound = made.bound("survivor", slides, behind=behind)
-                assert (bound is None) == (slides > max(table))
-                assert (bound or 0.0) <= worst
-        assert made.bound("survivor", behind=8) is None
 
 
 def test_mixed_windows_have_the_worst_bound_of_their_chunks():
@@ -110,9 +91,8 @@ def test_windows_beyond_the_measured_ones_are_reported():
     made = certificate(GRID, tokens=200, chunks=4, spans=(4, 40), modalities=("image",))
     page = (9, "image")
     for tokens, chunks, reason in (
-        (200, [page] * 4, None),
-        (12, [(4, "image"), (40, "image"), (None, "image")], None),
-        (400_020, [page], "window of 400020 tokens; certified up to 200"),
+        (200, [page] * 3 + [(None, "image")], None),
+        (201, [page], "window of 201 tokens; certified up to 200"),
         (200, [page] * 5, "window of 5 chunks; certified up to 4"),
         (200, [page, (41, "image")], "chunk that spans 41 positions; certified from 4 to 40"),
         (200, [(3, "image")], "chunk that spans 3 positions; certified from 4 to 40"),
@@ -141,24 +121,11 @@ def test_a_written_certificate_is_read_back_equal_for_its_weights(tmp_path: Path
     assert dataclasses.replace(made, level=0.9).digest != made.digest
     with pytest.raises(InputError, match="other weights"):
         Certificate.read(path, backbone="e" * 64)
-
-
-def test_every_flip_and_cut_is_detected(made: Certificate):
-    """Bytes changed and files cut short: damage, or (of white space, of 1E-7) the very same certificate."""
-    content = made.to_json().encode()
-    draw, same = random.Random(1), 0
-    places = range(0, len(content), 3)
-    for place in places:
-        changed = content[:place] + bytes([content[place] ^ (1 << draw.randrange(8))]) + content[place + 1 :]
-        try:
-            assert Certificate.from_json(changed, backbone=BACKBONE) == made
-            same += 1
-        except InputError:
-            continue
-    assert same < len(places) / 8
-    for end in range(0, len(content) - 2, 17):
-        with pytest.raises(InputError, match="certificate: got"):
-            Certificate.from_json(content[:end], backbone=BACKBONE)
+    text = made.to_json()
+    assert "0.95" in text
+    for damaged in (text.replace("0.95", "0.96", 1), text[:999]):
+        with pytest.raises(InputError, match=r"certificate.*got"):
+            Certificate.from_json(damaged, backbone=BACKBONE)
 
 
 def forged(made: Certificate, change: Any) -> str:
@@ -175,13 +142,16 @@ def forged(made: Certificate, change: Any) -> str:
     return json.dumps(saved)
 
 
-CELLS = [("kl_bound", 0), ("kl_bound", "0.1"), ("kl_bound", -0.1), ("kl_bound", None), ("kl", 9e9), ("coverage", 0.2)]
-CELLS += [("rank", True), ("rank", 10**30), ("rank", -8), ("rank", 2), ("answers", 0), ("point", "stale")]
-CELLS += [("promise", "both"), ("flips_high", 0.001), ("behind", 1.0)]
-FIELDS: list[dict[str, Any]] = [{"recommended": {"rank": 16}}, {"recommended": {"rank": 0, "reason": "why"}}]
-FIELDS += [{"more": 1}, {"rows": []}, {"backbone": ""}, {"model": "x" * 3000}, {"level": 1}, {"calibration": 0}]
-FIELDS += [{"disjoint": 1}, *({"spans": spans} for spans in ([4], [5, 4], [0, 4], [1.0, 4], None))]
-FIELDS += [{"modalities": words} for words in ([], "image", [3], ["a"] * 99)]
+CELLS = [("kl_bound", "0.1"), ("kl_bound", -0.1), ("kl_bound", None), ("kl", 9e9), ("coverage", 0.2), ("rank", True)]
+CELLS += [("rank", 10**30), ("rank", 2), ("answers", 0), ("point", "stale"), ("promise", "both"), ("flips_high", 0.001)]
+FIELDS: list[dict[str, Any]] = [
+    {"recommended": {"rank": 16}},
+    {"more": 1},
+    {"rows": []},
+    {"backbone": ""},
+    {"level": 1},
+]
+FIELDS += [{"model": "x" * 3000}, {"calibration": 0}, {"spans": [4]}, {"spans": [5, 4]}, {"modalities": [3]}]
 
 
 def test_values_are_checked_although_the_digest_matches(unchecked, made: Certificate):
@@ -197,8 +167,7 @@ def test_values_are_checked_although_the_digest_matches(unchecked, made: Certifi
         with pytest.raises(InputError, match="expected"):
             Certificate.from_json(forged(made, change), backbone=BACKBONE)
     for point, rank, more in (
-        *(("guess", 8, {}), ("stored", -1, {}), ("stored", True, {}), ("stored", 8.0, {})),
-        *(("stored", 8, {"behind": -1}), ("stored", 8, {"promise": "hope"})),
+        *(("guess", 8, {}), ("stored", -1, {}), ("stored", 8, {"behind": -1}), ("stored", 8, {"promise": "hope"})),
     ):
         with pytest.raises(InputError, match="expected"):
             certificate(GRID).bound(point, rank, **more)
@@ -206,11 +175,10 @@ def test_values_are_checked_although_the_digest_matches(unchecked, made: Certifi
 
 def test_hostile_files_are_refused(unchecked, made: Certificate, tmp_path: Path):
     text = made.to_json()
-    hostile: list[Any] = [made, None, "", b"\xff\xfe\x00", "null", "[]", "{}", "[" * 100_000, "9" * 5_000]
+    hostile: list[Any] = [None, "", b"\xff\xfe\x00", "null", "{}", "[" * 100_000, "9" * 5_000]
     hostile += [text.replace("kvpatch certificate", "kvpatch window"), text.replace('"a model"', '"\\ud800"')]
-    hostile += [text.replace('"version": 1', f'"version": {version}') for version in ("2", "true", '1, "version": 1')]
-    hostile += [text.replace("0.95", number, 1) for number in ("NaN", "1e999")]
-    hostile += [text.replace('["point", "rank"', '["rank", "rank"', 1)]
+    hostile += [text.replace('"version": 1', f'"version": {version}') for version in ("2", '1, "version": 1')]
+    hostile += [text.replace("0.95", "NaN", 1), text.replace('["point", "rank"', '["rank", "rank"', 1)]
     for content in hostile:
         assert content != text
         with pytest.raises(InputError, match="certificate"):
@@ -218,8 +186,6 @@ def test_hostile_files_are_refused(unchecked, made: Certificate, tmp_path: Path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", (4 << 20) + 1)
-    for name in ("missing", "pipe", "large", ""):
+    for name in ("missing", "pipe", "large"):
         with pytest.raises(InputError, match="expected"):
             Certificate.read(tmp_path / name, backbone=BACKBONE)
-    with pytest.raises(InputError, match="No such file"):
-        made.write(tmp_path / "missing" / "certificate.json")

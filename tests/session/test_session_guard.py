@@ -9,11 +9,10 @@ import jax
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import ReuseWarning, SessionError
+from kvpatch_jax.errors import ReuseWarning
 from kvpatch_jax.plan import Goal
-from kvpatch_jax.session import compared
 from kvpatch_jax.session.guard import Audit, Guard
-from tests.shared.session_cases import QUESTION, PatchesAlone, image_of, logits, settled
+from tests.shared.session_cases import QUESTION, PatchesAlone, image_of, settled
 from tests.shared.window_oracle import counting_of
 
 
@@ -58,7 +57,6 @@ def test_an_audit_measures_what_a_reprefill_does_and_changes_no_answer(backbone,
         assert session.stats().audits.answers == 0
         # The session's own audit reads the whole prompt in one forward, without the pool.
         expected = session.ask(QUESTION, steps=3, stop=(), audit=True).audit
-        blind = session.needs(session.ids[-1], QUESTION, steps=3)
 
     counting.forwards = 0
     with patched(counting, Distorting(patches, 0.9)) as session:
@@ -70,13 +68,11 @@ def test_an_audit_measures_what_a_reprefill_does_and_changes_no_answer(backbone,
         assert audits.kl == pytest.approx(expected.kl, rel=1e-3)
         assert audits.flips == expected.flips
         assert expected.kl < audits.blind_kl
-        assert blind.bare.kl > 0
         # Three questions and the prefill of the chunk.
         assert (audits.forwards, audits.prefix_cache) == (4, 18)
         assert counting.forwards == unaudited + 4
         assert session.window == before
         assert answer.audit is None
-        assert "1 answer audited" in str(session.stats())
         # What audits run is not the session's work, and leaves nothing in the store.
         assert session.stats().forwards == 0
         assert len(session.runtime.executor.branches) == 1
@@ -105,15 +101,11 @@ def test_a_bad_patch_is_warned_of_once_and_prefilled_from_then_on(backbone, patc
         audits = session.stats().audits
         assert list(audits.ruled_out) == ["patched image pieces"]
         assert audits.answers == 1
-        assert "patched image pieces ruled out" in str(session.stats())
 
 
 def test_only_answers_that_are_read_to_their_end_are_audited_against_the_window_that_was_asked(backbone, patches):
     with patched(backbone, PatchesAlone(patches)) as session:
-        closed = session.ask(QUESTION, steps=5, stop=())
-        closed.close()
-        with pytest.raises(SessionError, match="got closed"):
-            str(closed)
+        session.ask(QUESTION, steps=5, stop=()).close()
         begun = session.ask(QUESTION, steps=2, stop=())
         session.slide(0)
         assert session.window.as_promised
@@ -125,22 +117,6 @@ def test_only_answers_that_are_read_to_their_end_are_audited_against_the_window_
         assert session.stats().audits.answers == 1
         assert len(session.runtime.executor.branches) == 1
 
-    # What has left is remembered, which is no loss: a re-prefill of the window would have forgotten it.
-    exact = kvp.Session(backbone)
-    with exact, kvp.Session(backbone, PatchesAlone(patches), reuse="blind", rank=0) as session:
-        for opened in (exact, session):
-            for number in (0, 5, 7):
-                opened.add(image_of(number), id=f"shot {number}")
-            opened.evict("shot 5")
-            opened.add(image_of(1), id="shot 1")
-        assert session.fidelity("shot 7") == "survivor"
-        assert session.window.pieces[-1].method == "bare"
-        str(session.ask(QUESTION, steps=1, stop=()))
-        kl, _ = compared(logits(exact)[0], logits(session)[0])
-        audits = session.stats().audits
-        assert audits.kl == pytest.approx(float(kl[0]), rel=1e-3)
-        assert session.ask(QUESTION, steps=1, stop=(), audit=True).kl != pytest.approx(audits.kl, rel=0.05)
-
 
 def test_a_full_pool_skips_audits(backbone, patches):
     """There is room for the window and one answer, but not for the window again: nobody waits for it."""
@@ -151,9 +127,6 @@ def test_a_full_pool_skips_audits(backbone, patches):
         assert len(session.ask(QUESTION, steps=3, stop=()).ids) == 3
         audits = session.stats().audits
         assert (audits.answers, audits.skipped) == (0, 1)
-
-
-# ----------------------------------------------------------------------------------------------------- what it decides
 
 
 @pytest.fixture(scope="module")

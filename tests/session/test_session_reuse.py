@@ -16,8 +16,6 @@ from tests.shared.session_cases import QUESTION, Oracle, PatchesAlone, expect_lo
 
 ORDER = [0, 1, 2, 3, 4, *(random.Random(0).randrange(5) for _ in range(6))]
 
-# -------------------------------------------------------------------------------------------------------- exact reuse
-
 
 def visit(backbone: Any, store: Any, order: list[int], **options: Any) -> tuple[list[np.ndarray], list[str], Any]:
     """Adds images in this order to a window of three. Returns logits and the fidelity of each, and the counts."""
@@ -32,15 +30,14 @@ def visit(backbone: Any, store: Any, order: list[int], **options: Any) -> tuple[
         return outcomes, served, session.stats()
 
 
-@pytest.mark.parametrize("promise", ["remember", pytest.param("forget", marks=pytest.mark.nightly)])
-def test_a_session_that_starts_again_computes_no_chunk_twice(backbone, tmp_path, promise, monkeypatch):
+def test_a_session_that_starts_again_computes_no_chunk_twice(backbone, tmp_path, monkeypatch):
     towers, encode = [], backbone.programs.encode
     monkeypatch.setattr(backbone.programs, "encode", lambda *inputs: (towers.append(inputs), encode(*inputs))[1])
     with kvp.ChunkStore(tmp_path) as store:
-        first, fidelities, _ = visit(backbone, store, ORDER, promise=promise)
+        first, fidelities, _ = visit(backbone, store, ORDER)
         ran = len(towers)
     with kvp.ChunkStore(tmp_path) as store:
-        second, again, stats = visit(backbone, store, ORDER, promise=promise)
+        second, again, stats = visit(backbone, store, ORDER)
     # The first chunk is a canonical; all others were prefilled behind pieces that the second session has again.
     assert (stats.forwards, stats.misses, len(towers)) == (0, 0, ran)
     assert stats.encoded >= 5
@@ -50,40 +47,23 @@ def test_a_session_that_starts_again_computes_no_chunk_twice(backbone, tmp_path,
         np.testing.assert_array_equal(before, after)
 
 
-class VanishingStore(kvp.ChunkStore):
-    """A store that loses every prefill between the look and the read, as another process may delete it."""
-
-    asked: int = 0
-
-    def contains(self, id: str, backbone: str, **options: Any) -> bool:
-        return options.get("lead") is None and super().contains(id, backbone, **options)
-
-    def may_have(self, id: str, backbone: str, **options: Any) -> bool:
-        return options.get("lead") is not None or super().may_have(id, backbone, **options)
-
-    def get(self, id: str, backbone: str, **options: Any) -> Any:
-        self.asked += options.get("lead") is not None
-        return None if options.get("lead") is not None else super().get(id, backbone, **options)
-
-
-def test_a_prefill_that_is_gone_or_another_when_it_is_read_is_computed(backbone, tmp_path):
+def test_a_prefill_that_is_gone_or_another_when_it_is_read_is_computed(backbone, tmp_path, monkeypatch):
     """Whoever may write to the store may have written anything under the name of a prefill."""
     with kvp.ChunkStore(tmp_path) as store:
         truth, _, _ = visit(backbone, store, [0, 1, 2])
-    store = VanishingStore(tmp_path)
-    with store:
+    with kvp.ChunkStore(tmp_path) as store:
+        get = store.get
+        # Another process deletes every prefill between the look and the read.
+        monkeypatch.setattr(
+            store, "get", lambda id, *args, lead=None, **options: get(id, *args, **options) if lead is None else None
+        )
         answers, fidelities, stats = visit(backbone, store, [0, 1, 2])
         assert (stats.forwards, fidelities) == (2, ["exact"] * 3)
         np.testing.assert_allclose(answers, truth, atol=2e-5)
-        asked = store.asked
         with kvp.Session(backbone, store, keep=3) as session:
             session.add(image_of(0))
-            for _ in range(3):
-                name = session.add(image_of(1))
-                made = session.window.piece(name).made
-                session.evict(name)
-            # What was read in vain is not read again.
-            assert (store.asked - asked, session.stats().forwards) == (1, 3)
+            name = session.add(image_of(1))
+            made = session.window.piece(name).made
     with kvp.ChunkStore(tmp_path) as store:
         prefills = StoredPrefills(store, backbone.fingerprint, "float32")
         forged = kvp.make_chunk(backbone, [image_of(7, 56)], id=name)
@@ -103,12 +83,7 @@ def test_a_session_keeps_forms_and_serves_in_its_encoding_and_its_front_exactly(
     assert (again.hits, again.forwards, fidelities) == (3, 0, ["exact", "approximate", "approximate"])
     assert 0 < np.abs(served[-1] - exact[-1]).max() < 0.5 * np.abs(exact[-1]).max()
     # A session without the encoding serves nothing of it.
-    plain, _, stats = visit(backbone, patches, [0, 1, 2], rank=0, reuse="patched")
-    np.testing.assert_allclose(plain, exact, atol=1e-4)
-    assert (stats.hits, stats.forwards) == (1, 2)
-
-
-# -------------------------------------------------------------------------------------------- patched, blind, certified
+    assert visit(backbone, patches, [0, 1, 2], rank=0, reuse="patched")[2].forwards == 2
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +113,6 @@ def test_a_stored_patch_serves_a_chunk_behind_the_very_antecedent(backbone, patc
         assert session.stats().steps[-1].reused == {"kept": 18, "patch": 18}
         patched = session.ask(QUESTION, steps=3, stop=(), audit=True)
         assert patched.kl > 1e-8
-        assert session.needs("shot", QUESTION, steps=3).bare.kl > 0
         assert not patched.audit.as_promised
         # It would stand behind another antecedent, for which there is no patch.
         session.slide(0)
@@ -156,13 +130,7 @@ def test_blind_reuse_serves_canonicals_alone(backbone, patches):
             oracle.put(str(number), image_of(number))
             oracle.naive.parts[-1].kv = Oracle(backbone, image_of(number)).naive.parts[0].kv
         expect_logits(session, oracle.logits())
-        assert [session.fidelity(name) for name in session.ids] == ["exact", "approximate", "approximate"]
         assert [piece.method for piece in session.window.pieces] == ["leading", "bare", "bare"]
-        # A chunk that no store has is prefilled, behind approximate ones.
-        session.add(image_of(5), id="new")
-        assert (session.fidelity("new"), session.stats().forwards) == ("approximate", 1)
-        oracle.put("new", image_of(5))
-        expect_logits(session, oracle.logits())
 
 
 def signed(model: Any, **fields: Any) -> Certificate:
@@ -178,7 +146,6 @@ BOUNDED = [
     ({}, 0.05, None),
     ({}, 0.001, "KL"),
     ({"tokens": 4}, 0.05, "window of 36 tokens; certified up to 4"),
-    ({"modalities": ("text",)}, 0.05, "chunk of image; certified of text"),
 ]
 
 

@@ -22,12 +22,6 @@ from tests.goldens.load import write_checkpoint
 BUCKETS = Buckets(smallest=16, steps=1)
 FAMILIES = {
     "gqa": "qwen2",
-    "mha": "llama2",
-    "mla": "deepseek_v3",
-    "window": "qwen3_window",
-    "experts": "qwen3_moe",
-    "unlike": "gemma3_text",  # layers of two kinds: two ropes, two pairs of channels, a window
-    "shared": "gemma4_text",  # two widths of heads too, and layers that read another's KV
     "mrope": "qwen2_5_vl",
     "kimi": "kimi_vl",  # MLA
     "deepstack": "qwen3_vl",  # features of images enter several layers
@@ -99,14 +93,6 @@ class Naive:
     def __init__(self, backbone: ModelBackbone):
         self.backbone = backbone
         self.parts: list[NaivePart] = []
-
-    def copy(self) -> "Naive":
-        other = Naive(self.backbone)
-        other.parts = [dataclasses.replace(part) for part in self.parts]
-        return other
-
-    def find(self, id: str) -> NaivePart:
-        return next(part for part in self.parts if part.id == id)
 
     def close(self) -> None:
         """Every part right behind the one in front."""

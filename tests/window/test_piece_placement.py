@@ -30,14 +30,7 @@ def applied(placed: kvp.Placed) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"),
-    [
-        *(("mrope", "k4v4"), ("kimi", None)),
-        *(
-            pytest.param(name, word, marks=pytest.mark.nightly)
-            for name, word in (("kimi", "k8v8"), ("gemma3", None), ("gemma3", "k4v4"))
-        ),
-    ],
+    ("name", "word"), [("mrope", "k4v4"), ("kimi", None), pytest.param("gemma3", "k8v8", marks=pytest.mark.nightly)]
 )
 def test_a_bare_chunk_is_its_canonical_at_its_place(name: str, word: str | None):
     """Encoded ones stay packed, and are placed as the numbers that they decode to, bit for bit."""
@@ -65,18 +58,6 @@ def test_a_canonical_at_the_front_is_its_prefill_bit_for_bit():
     other.append("c0", service=LEADING)
     assert same(loop.rows(), other.rows())
     assert loop.window.pieces[0].made == other.window.pieces[0].made
-    # One in few bits is none. It is replaced by the store's, or refused.
-    encoded = kvp.encode_chunk(loop.canonical("c0"), "k8v8")
-    store = MemoryStore()
-    store.put(encoded)
-    last = Loop(store=store, encoding="k8v8")
-    last.entry("c0")
-    last.executor.provide("c0", chunk=encoded)
-    with pytest.raises(InputError, match="'c0': got one in k8v8g32"):
-        last.append("c0", service=LEADING)
-    store.put(loop.canonical("c0"))
-    last.append("c0", service=LEADING)
-    assert same(loop.rows(), last.rows())
 
 
 def test_a_store_is_read_in_the_encoding_that_is_asked_for():
@@ -90,8 +71,6 @@ def test_a_store_is_read_in_the_encoding_that_is_asked_for():
         assert loop.executor.sources["c2"].chunk.encoding == expected
     with pytest.raises(InputError, match=r"got no canonical; expected .* or one stored in no encoding"):
         loop_of(store=MemoryStore()).append("c2", service=BARE)
-    with pytest.raises(InputError, match="encoding"):
-        loop_of(encoding="k9v9")
     # A canonical of another content is refused, and takes nothing away that is known of the piece.
     loop = loop_of(store=store)
     store.put(dataclasses.replace(chunk, content="another"))
@@ -109,7 +88,7 @@ FORMS: dict[str, Callable[..., kvp.Patch]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "word"), [*((form, None) for form in FORMS), ("low rank", "k8v8"), ("int4", "k8v8")])
+@pytest.mark.parametrize(("form", "word"), [*((form, None) for form in FORMS), ("int4", "k8v8")])
 def test_a_patched_chunk_is_what_the_operator_gives(form: str, word: str | None):
     loop = loop_of(encoding=word)
     chunk = loop.canonical("c2")
@@ -165,7 +144,6 @@ def test_inputs_of_another_chunk_are_refused():
         (PatchMismatchError, {"patch": patch}),
         (ShapeError, {"tokens": tokens, "length": 99}),
         (ShapeError, {"chunk": chunk, "tokens": tokens.take(0, 3)}),
-        (InputError, {"tokens": "text"}),
     ):
         with pytest.raises(error, match="expected"):
             loop.executor.provide("c1", **inputs)

@@ -1,26 +1,24 @@
 """The pool holds for each piece the KV that plain forwards over its history, or one prefill of the window, give."""
 # pyright: reportArgumentType=false
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from window_cases import BAR, Loop, distance, same
+from window_cases import BAR, Loop, owners, same
 from window_programs import Pair, Term
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.window import PREFILL, Entry, Executor, PatchNote, Service, StoredPrefills, Window
+from kvpatch_jax.window import Entry, Executor, PatchNote, Service, StoredPrefills
 from tests.shared.memory_store import MemoryStore
 from tests.shared.window_oracle import Naive, NaivePart, added, backbone_of, expect_equal, span_of, tokens_of
 
 NIGHTLY = pytest.mark.nightly
 HYBRID_BAR = 1e-4
 """States are composed in another order of sums than a recurrence takes: 4.7e-5 over 100 programs of float32."""
-
-# ------------------------------------------------------------------------------------------------------ random programs
 
 
 class Definition:
@@ -64,8 +62,7 @@ class Definition:
             else:
                 assert term.base is not None
                 assert term.patch is not None
-                chunk, patch = self.chunk(term.base, ""), self.patches[term.patch]
-                kv = added(chunk, patch)
+                kv = added(self.chunk(term.base, ""), self.patches[term.patch])
             self._kv[term] = {name: np.asarray(value) for name, value in kv.items()}
         return self._kv[term]
 
@@ -128,6 +125,7 @@ class ArrayPair(Pair):
                 stored, source = symbol.term.base or symbol.term, piece.source or piece.made
                 self.store.put(self.definition.chunk(stored, piece.id, lead=self.prefills.lead(source)))
         self.executor.run(self.window)
+        assert (owners(self.executor) == self.executor.slots.counts).all()
         expected = self.definition.sequence([(piece.content, piece.term) for piece in self.symbols.pieces])
         expect_equal(self.executor, self.window, expected, HYBRID_BAR if self.executor.layout.parts else BAR)
 
@@ -142,20 +140,17 @@ class ArrayPair(Pair):
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
-        *(("mrope", range(16)), ("gemma3", range(8, 11)), ("hybrid", range(9, 11))),
-        *(
-            pytest.param(name, range(100, 300), marks=NIGHTLY)
-            for name in ("mrope", "kimi", "gemma3", "deepstack", "hybrid")
-        ),
+        *(("mrope", (3, 7, 8, 14, 18, 26, 29, 37)), ("gemma3", (18,)), ("hybrid", (18,))),
+        *(pytest.param(name, range(100, 300), marks=NIGHTLY) for name in ("mrope", "kimi", "deepstack", "hybrid")),
     ],
 )
-def test_random_programs_give_the_kv_that_their_terms_say(name: str, seeds: range):
+def test_random_programs_give_the_kv_that_their_terms_say(name: str, seeds: Iterable[int]):
     """Compared after every step; at the end a question is asked, and every slot is given back."""
     methods = set[str]()
     for seed in seeds:
         pair, log = ArrayPair(name, seed), []
         try:
-            for _ in range(14):
+            for _ in range(11):
                 log.append(pair.step())
                 pair.check()
                 pair.run()
@@ -170,100 +165,12 @@ def test_random_programs_give_the_kv_that_their_terms_say(name: str, seeds: rang
     assert methods >= {"prefill", "bare", "patch", "restored"}
 
 
-# -------------------------------------------------------------------------------------------------- against one forward
-
-
-def kv_at(loop: Loop, window: Window, kv: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """Phase-free KV of a window's tokens as a pool has it, by piece."""
-    begin, rows = 0, dict[str, dict[str, np.ndarray]]()
-    names = [channel.name for channel in loop.backbone.layout.token_channels]
-    for piece in window.pieces:
-        end = begin + piece.entry.tokens
-        part = {name: np.asarray(value)[:, 0] for name, value in kv.items()}
-        part |= {name: part[name][:, begin:end] for name in names}
-        local = np.asarray(loop.tokens[piece.id].positions)[0]
-        placed = kvp.to_engine(loop.backbone.layout, part, local, piece.start)
-        rows[piece.id] = {name: np.asarray(placed[name]) for name in names}
-        begin = end
-    return rows
-
-
-def check(loop: Loop, words: str, window: Window | None = None) -> None:
-    """Checks the first letters of fidelities, and that they are true.
-
-    Exact pieces equal a prefill of the whole window, and the first other piece does not. If all are exact, so is what
-    a question reads, states of linear layers among it.
-    """
-    window = loop.window if window is None else window
-    assert "".join(window.fidelity(id)[0] for id in window.ids) == words
-    kv = loop.backbone.prefill(loop.prompt(*window.ids)).kv
-    expected = kv_at(loop, window, kv)
-    distances = [distance(loop.rows_of(id, window), expected[id]) for id in window.ids]
-    exact = words.count("e")
-    # The scan of a linear layer rounds otherwise in a prompt of another length.
-    bar = 1e-4 if loop.backbone.layout.parts else BAR
-    assert max(distances[:exact]) <= bar, distances
-    if exact < len(words):
-        assert distances[exact] > 30 * BAR, distances
-        return
-    logits = np.asarray(loop.backbone.prefill(loop.prompt(*window.ids, question=True)).logits)
-    assert np.abs(loop.logits(window) - logits).max() <= bar * np.abs(logits).max()
-
-
-@pytest.mark.parametrize(
-    "name", ["mrope", "kimi", *(pytest.param(name, marks=NIGHTLY) for name in ("deepstack", "gemma3", "hybrid"))]
-)
-def test_exact_pieces_equal_one_prefill_of_the_prompt(name: str):
-    loop = Loop(name)
-    loop.append("c0", "c1", "c2", "c3")
-    check(loop, "eeee")
-    loop.run(loop.window.reorder(["c2", "c1"]))
-    check(loop, "esaa")
-    loop.run(loop.window.reorder(["c1", "c2"]))
-    check(loop, "eeee")
-
-    # A fork goes its own way; its parent stays as it is.
-    fork = loop.window.fork("x").slide(1)
-    loop.executor.run(fork)
-    check(loop, "es", fork)
-    fork = fork.serve({"c3": PREFILL})
-    loop.executor.run(fork)
-    check(loop, "ee", fork)
-    check(loop, "eeee")
-    loop.executor.release(fork.branch)
-
-    loop.run(loop.window.evict("c1"))
-    check(loop, "ess")
-    loop.run(loop.window.recall("c1", before="c2"))
-    check(loop, "eeee")
-    assert loop.executor.context(Window.empty(loop.backbone, branch="empty")) is None
-
-
-@pytest.mark.parametrize("name", ["mrope", *(pytest.param(name, marks=NIGHTLY) for name in ("kimi", "deepstack"))])
-def test_survivors_equal_the_model_under_a_banded_mask(name: str):
-    """One forward of the whole history, in which each token sees those of its chunk and of what the window had then."""
-    loop, seen = Loop(name, lead=0), dict[str, set[str]]()
-    history = [f"c{index}" for index in range(6)]
-    for id in history:
-        loop.run(loop.window.slide(2).append(loop.entry(id)))
-        seen[id] = set(loop.window.ids)
-    owner = np.repeat(history, [loop.tokens[id].embeddings.shape[1] for id in history])
-    mask = np.array([[key in seen[query] for key in owner] for query in owner]) & np.tri(len(owner), dtype=bool)
-    kv = loop.backbone.prefill(loop.prompt(*history), mask=mask[None, None]).kv
-    survivors = np.isin(owner, loop.window.ids)
-    expected = kv_at(loop, loop.window, {name: np.asarray(value)[:, :, survivors] for name, value in kv.items()})
-    for id in loop.window.ids:
-        assert loop.window.fidelity(id) == "survivor"
-        assert distance(loop.rows_of(id), expected[id]) <= BAR
-
-
-@pytest.mark.parametrize("name", ["mrope", pytest.param("gemma3", marks=NIGHTLY)])
-def test_a_hundred_rotations_in_bfloat16_are_one(name: str):
+def test_a_hundred_rotations_in_bfloat16_are_one():
     """All begin at the phase-free source, so that none rounds what another has rounded."""
-    loop, random = Loop(name, dtype=jnp.bfloat16), np.random.default_rng(0)
+    loop, random = Loop("mrope", dtype=jnp.bfloat16), np.random.default_rng(0)
     loop.append("c0", "c1", "c2", "c3")
     first, rows = loop.window, loop.rows()
-    other = Loop(name, dtype=jnp.bfloat16)
+    other = Loop("mrope", dtype=jnp.bfloat16)
     other.append("c0", "c1", "c2", "c3")
     rotations = 0
     while rotations < 100:
@@ -277,10 +184,17 @@ def test_a_hundred_rotations_in_bfloat16_are_one(name: str):
 
 
 def test_answers_behind_a_window_are_those_behind_its_prompt():
-    """Token by token too, and those of a longer input are cut to its length."""
+    """Logits, and tokens one by one too; those of a longer input are cut to its length."""
     loop = Loop()
-    loop.append("c0", "c1", "c2")
-    expected = loop.backbone.generate(loop.prompt("c0", "c1", "c2", question=True), 5).tolist()
+    loop.append("c0", "c1", "c2", "c3")
+    loop.run(loop.window.evict("c3", "c1"))
+    assert [loop.window.fidelity(id) for id in loop.window.ids] == ["exact", "survivor"]
+    loop.run(loop.window.recall("c1", before="c2"))
+    assert {loop.window.fidelity(id) for id in loop.window.ids} == {"exact"}
+    prompt = loop.prompt("c0", "c1", "c2", question=True)
+    logits = np.asarray(loop.backbone.prefill(prompt).logits)
+    assert np.abs(loop.logits() - logits).max() <= BAR * np.abs(logits).max()
+    expected = loop.backbone.generate(prompt, 5).tolist()
     assert loop.executor.generate(loop.window, loop.question(), 5).tolist() == expected
     streamed = [piece.ids.tolist() for piece in loop.executor.stream(loop.window, loop.question(), 5)]
     assert np.array(streamed).T.tolist() == expected

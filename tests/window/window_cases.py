@@ -18,9 +18,6 @@ LENGTHS = (5, 7, 8)
 """All of one bucket."""
 
 
-# ------------------------------------------------------------------------------------------------------ without arrays
-
-
 def chunk(name: str, span: int = 10, free: bool = False) -> Entry:
     return Entry(name, f"content of {name}", 10, span, "chunk", free)
 
@@ -46,9 +43,6 @@ def note_of(window: Window, id: str, before: str | None = None, **changes: Any) 
 
 def patched(note: PatchNote, stale: bool = False) -> Service:
     return Service("patch", note, allow_stale=stale)
-
-
-# --------------------------------------------------------------------------------------------------------- with arrays
 
 
 class Watched:

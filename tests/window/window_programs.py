@@ -157,8 +157,6 @@ class Pair:
         self.approximations = self.random.choice([0, 0, 1, 4])
         self.rarely = self.random.choice([1, 3])
 
-    # -------------------------------------------------------------------------------------------------------- choices
-
     def movable(self) -> list[str]:
         return self.symbols.ids[self.symbols.lead :]
 
@@ -207,14 +205,12 @@ class Pair:
         note = PatchNote(digest, entry.id, entry.content, base, target, behind, False, 8, 100, 5)
         return Service("patch", note, allow_stale=stale), ("patched", digest), removal
 
-    # ----------------------------------------------------------------------------------------------------- operations
-
     def step(self) -> str:
         """Runs a random operation."""
         operations = ["append"] * 5 * self.rarely + ["branch"]
         if self.movable():
             operations += ["evict", "evict", "slide"] * self.rarely
-            operations += ["insert", "reorder", "replace", "serve", "again"]
+            operations += ["insert", "reorder", "replace", "serve"]
         if self.symbols.gone:
             operations += ["recall", "recall"]
         if len(self.symbols.pieces) >= self.most:
@@ -285,12 +281,6 @@ class Pair:
         self.symbols.arrange([self.entries[other] for other in self.symbols.ids], {id: symbol}, removal)
         self.window = self.window.serve({id: service})
 
-    def again(self) -> None:
-        """Prefills several pieces in their places, each behind what is then in front of it."""
-        chosen = self.random.sample(self.symbols.ids, self.random.randint(1, len(self.symbols.ids)))
-        self.arrange(self.symbols.ids, dict.fromkeys(chosen, ("prefill", None)))
-        self.window = self.window.serve(dict.fromkeys(chosen, Service("prefill")))
-
     def branch(self) -> None:
         """Forks, changes the promise, or goes on with another branch."""
         if len(self.branches) < 3:
@@ -300,8 +290,6 @@ class Pair:
         if self.random.random() < 0.3:
             promise = self.random.choice(PROMISES)
             self.symbols.promise, self.window = promise, dataclasses.replace(self.window, promise=promise)
-
-    # --------------------------------------------------------------------------------------------------------- checks
 
     def check(self) -> list[str]:
         """Compares everything, and returns the labels."""
