@@ -11,7 +11,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import encode_kv, ops, quantised
-from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
+from tests.shared.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 LAYOUT = kvp.KVLayout.gqa(28, 4, 128, kvp.Rope(1e6, 128))
 TOKENS, RANK = 1024, 32

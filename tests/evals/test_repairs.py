@@ -15,7 +15,7 @@ from evals.harness.frame import Lookup
 from evals.harness.methods import parse
 from evals.task.preparation import pooled_basis, schedules
 from kvpatch_jax.repair import METHODS
-from tests.repair.splices import LAYERS, error, make_splice, tiny_backbone
+from tests.shared.splices import LAYERS, error, make_splice, tiny_backbone
 
 ELSEWHERE = {
     *("mpic", "two_step_reuse", "full_reprefill", "prefix_caching"),  # whole prompts, and the reference itself

@@ -16,7 +16,7 @@ from evals.bench.ahead_of_time import SHARED_MEMORY, compile_for
 from kvpatch_jax.models.attention import Mask, attention
 from kvpatch_jax.models.decoder.grouped import mix_experts
 from tests.models.test_experts import MODEL, mix_30b, shapes_of_30b
-from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
+from tests.shared.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 absent = lambda name: importlib.util.find_spec(name) is None
 pytestmark = pytest.mark.device

@@ -18,7 +18,7 @@ from tests.models.compiled_memory import (
     temporaries,
     tower_program,
 )
-from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
+from tests.shared.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 LAYERS = 4
 TOWER = "Qwen/Qwen2.5-VL-7B-Instruct"

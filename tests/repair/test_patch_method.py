@@ -7,7 +7,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.patching import ByteBudget
 from kvpatch_jax.repair import METHODS, RepairBudget, canonical_of
-from tests.repair.splices import BEFORE, LONG, ROWS, canonical_chunk, error
+from tests.shared.splices import BEFORE, LONG, ROWS, canonical_chunk, error
 
 CHUNK_SLOTS = slice(BEFORE, BEFORE + LONG)
 

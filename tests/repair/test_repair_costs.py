@@ -7,8 +7,8 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import METHODS, RepairBudget, RepairBytes, reprefill_flops
-from tests.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, LONG, PIECES, ROWS, make_prompt
 from tests.shared.compiled_flops import hlo_flops
+from tests.shared.splices import ASKED, BEFORE, CHUNK, LAYERS, LONG, PIECES, ROWS, make_prompt
 
 FEATURES, WIDTH = 32, 64
 TOKEN = 2 * 2 * FEATURES

@@ -18,7 +18,7 @@ from kvpatch_jax.repair import (
     reordered_by_question,
     splice_prompt,
 )
-from tests.repair.splices import (
+from tests.shared.splices import (
     CHUNK,
     LAYERS,
     LONG,

@@ -17,7 +17,8 @@ from kvpatch_jax.models import load
 from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.repair import METHODS, RepairBudget, SplicedCache
 from tests.goldens.load import write_checkpoint
-from tests.repair.splices import (
+from tests.shared.compilations import compilations
+from tests.shared.splices import (
     BEFORE,
     CHUNK,
     LAYERS,
@@ -32,7 +33,6 @@ from tests.repair.splices import (
     make_splice,
     text_tokens,
 )
-from tests.shared.compilations import compilations
 
 THREE = RepairBudget(tokens=3)
 REPREFILLS = ("full_reprefill", "encoder_cached_reprefill", "prefix_caching", "layer_reprefill")

@@ -12,7 +12,7 @@ from kvpatch_jax.core import KVEncoding
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import METHODS, OtherAntecedent, RepairBudget, RepairBytes, canonical_of
 from tests.repair import byte_oracles as oracles
-from tests.repair.splices import BEFORE, LONG, ROWS, error, one_row
+from tests.shared.splices import BEFORE, LONG, ROWS, error, one_row
 
 PLENTY = RepairBudget(kv_bytes=10**7)
 SCARCE = ("anchored", "shadowkv", "cachegen", "gear")
