@@ -6,7 +6,6 @@ Needs the extra `kernels`, no accelerator. Shapes are those of released models.
 import functools
 import importlib.util
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 import kvpatch_jax as kvp
 from evals.bench.ahead_of_time import SHARED_MEMORY, compile_for
 from kvpatch_jax.cache import Antecedent, ChunkKey, PatchMetadata
-from pallas_kernels import factorise, rotate_patch, splice
-from pallas_kernels.shapes import LARGE_MATRICES, PRODUCTION, ChunkShape, arguments_of
+from pallas_kernels import rotate_patch, splice
+from pallas_kernels.shapes import PRODUCTION, ChunkShape, arguments_of
+from tests.shared.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 pytestmark = pytest.mark.device
 gpu = pytest.mark.skipif(
@@ -76,9 +75,6 @@ def check_kernel(dump: Path, text: str, shape: ChunkShape) -> None:
     moves = elements(text, "copy|copy-start|transpose|fusion|fusion-start")
     channel = math.prod(shape.x) * 2 // (4 if shape.group else 1)
     assert not [move for move in moves if sizes.get(move[0], 0) * move[1] >= channel]
-    if os.environ.get("KERNEL_RESOURCES"):
-        registers = re.findall(r"Used (\d+) registers", report.read_text())
-        print(f"\n{registers} registers, {shared} bytes of shared memory")
 
 
 # One for each path: halves and words, 64 columns and 128, factors or none, codes by channel and by token.
@@ -112,14 +108,6 @@ def test_splice_on_gpus(device: str, shape: ChunkShape, dump: Path):
     assert memory is not None
     assert memory.alias_size_in_bytes == 2 * pool.size
     check_kernel(dump, program.as_text() or "", shape)
-
-
-@gpu
-def test_factorise_on_gpus():
-    (shape, *_) = LARGE_MATRICES
-    matrix = SPEC((*shape.batch, shape.tokens, shape.features), jnp.float32)
-    run = functools.partial(factorise, rank=shape.rank, method="randomised")
-    assert compile_for("NVIDIA H200", run, (matrix,)).as_text()
 
 
 # ----------------------------------------------------------------------------------------------------------------- TPUs

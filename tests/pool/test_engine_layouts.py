@@ -188,10 +188,8 @@ def test_refuses_before_it_writes(unchecked):
     splice = lambda pages=pages, slots=slots, **more: kvp.pool.JOINED.splice(pages, slots, kvp.Placed(chunk), **more)
     for call, error, words in (
         (lambda: splice(cut(slice(1), slice(None), slice(None))), ShapeError, r"expected rows of \(2, 2, 128\)"),
-        (lambda: splice(cut(slice(100))), ShapeError, r"expected rows of \(2, 2, 128\)"),
         (lambda: splice(pages[1:]), ShapeError, "2, all alike"),
         (lambda: splice([page.astype(jnp.float16) for page in pages]), ShapeError, "float16"),
-        (lambda: splice([page.astype(jnp.int8) for page in pages]), ShapeError, "int8"),
         (lambda: splice(gone), PoolError, "donated"),
         (lambda: splice(slots=slots + 9), KernelError, "expected 0 to 11"),
         (lambda: splice(slots=slots * 0), KernelError, "twice"),
@@ -200,7 +198,6 @@ def test_refuses_before_it_writes(unchecked):
         (lambda: kvp.pool.RAGGED.splice(pages, slots, kvp.Placed(chunk)), ShapeError, r"rows of \(3, 2, 128\)"),
         (lambda: kvp.pool.JOINED.read(latent.layout, pages, slots), LayoutError, "'ckv'"),
         (lambda: kvp.pool.JOINED.to_pages(case.layout, pool, 3), ShapeError, "packing 3"),
-        (lambda: kvp.pool.LATENT.to_pages(latent.layout, pool_of(latent)[1], 3), ShapeError, "packing 3"),
         (lambda: kvp.pool.LATENT.read(latent.layout, [row[..., 1:] for row in rows], slots), ShapeError, "640"),
     ):
         with pytest.raises(error, match=words):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from split_pages import CASES, COLLECTIVE, bytes_of, layout_of, row_of
+from split_pages import CASES, bytes_between
 
 from evals.bench.ahead_of_time import ENVIRONMENT
 from kvpatch_jax.pool import page_format
-from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
+from tests.shared.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 pytestmark = [
     pytest.mark.device,
@@ -37,9 +37,9 @@ def programs(name: str):
     given = lambda dtype, *shape, on=whole: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=on)
 
     describe = page_format.JoinedLayout if case.width == 64 else page_format.InterleavedLayout
-    split, row = page_format.Split(case.devices, sharding, "model"), row_of(case, case.devices)
-    form = describe(layout_of(case), row, split)
-    pages = tuple(given(case.dtype, PAGES, PAGE_SIZE, *row, on=sharding) for _ in range(LAYERS))
+    split = page_format.Split(case.devices, sharding, "model")
+    form = describe.of(case.layout(), case.packing, split)
+    pages = tuple(given(case.dtype, PAGES, PAGE_SIZE, *form.row, on=sharding) for _ in range(LAYERS))
     by_heads = split.over(None, None, None if case.heads % case.devices else "model")
     kv = {name: given(case.dtype, LAYERS, TOKENS, case.heads, case.width, on=by_heads) for name in "kv"}
     left, right = (LAYERS, TOKENS, RANK), (LAYERS, RANK, case.heads * case.width)
@@ -50,7 +50,7 @@ def programs(name: str):
         "turn": page_format.jitted_rotate.lower(form, pages, slots, slots, scalar),
         "read": page_format.jitted_read.lower(form, pages, slots),
     }
-    pool = LAYERS * PAGES * PAGE_SIZE * math.prod(row) * jnp.dtype(case.dtype).itemsize // case.devices
+    pool = LAYERS * PAGES * PAGE_SIZE * math.prod(form.row) * jnp.dtype(case.dtype).itemsize // case.devices
     return {name: program.compile() for name, program in lowered.items()}, pool
 
 
@@ -61,7 +61,7 @@ def test_on_chips_pages_stay_where_they_lie(name):
         memory, text = program.memory_analysis(), program.as_text()
         assert memory is not None
         assert text is not None
-        between = [bytes_of(shapes) for shapes in COLLECTIVE.findall(text)]
+        between = bytes_between(text)
         assert memory.temp_size_in_bytes < pool / 64
         assert memory.alias_size_in_bytes == (0 if what == "read" else pool)
         assert max(between, default=0) < pool / 32
