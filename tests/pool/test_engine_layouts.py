@@ -19,7 +19,6 @@ from pool_cases import bits, same
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, KernelError, LayoutError, PoolError, ShapeError
-from kvpatch_jax.pool import page_format
 from tests.shared.arrays import placed
 from tests.shared.operator_cases import kv_of, local_of
 
@@ -160,21 +159,6 @@ def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
     for name, value in read.items():
         part = np.float32(moved[name])[:, 2 : chunk.length]
         np.testing.assert_allclose(np.float32(value), part, rtol=3 * bar, atol=3 * bar)
-
-
-@cases
-def test_a_live_pool_is_written_in_place(case):
-    """The compiler's part figures for a pool of 4096 pages: all of it aliased, and no room for a copy of a layer."""
-    shape = pages_of(case, pool_of(case)[0]).shape[2:]
-    pages = tuple(jax.ShapeDtypeStruct((4096, *shape), case.dtype) for _ in range(case.layout.layers))
-    chunk = chunk_of(case)
-    form = case.format.kind.of(case.layout, case.packing)
-    start = np.zeros(() if case.layout.rope.axes is None else 3, np.int32)
-    slots, length = np.zeros(chunk.tokens, np.int32), np.int32(chunk.length)
-    lowered = page_format.jitted_splice.lower(form, pages, slots, length, dict(chunk.kv), {}, chunk.local, start)
-    memory, layer = lowered.compile().memory_analysis(), np.prod(pages[0].shape) * pages[0].dtype.itemsize
-    assert memory.alias_size_in_bytes == layer * len(pages)
-    assert memory.temp_size_in_bytes < layer / 8
 
 
 def test_refuses_before_it_writes(unchecked):
