@@ -7,14 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chunks import GQA, SHAPES, arrays, expected
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels import Codes, KernelError, KernelUnavailableError, rotate_patch, splice
 from pallas_kernels.shapes import ChunkShape
 from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
-from tests.shared.examples import examples
 
 PAGES, PAGE_SIZE, TOTAL = 5, 4, 20
 
@@ -30,25 +27,6 @@ def test_agrees_with_float64(shape: ChunkShape):
     alone = given | {name: given[name][-1] for name in ("x", "u", "v") if name in given}
     result = rotate_patch(**alone, layout=shape.layout)
     np.testing.assert_allclose(result[:length], exact[-1, :length], atol=2e-5)
-
-
-def tables(angles) -> tuple[jax.Array, jax.Array]:
-    angles = np.asarray(angles, np.float64)
-    return placed(np.cos(angles), jnp.float32), placed(np.sin(angles), jnp.float32)
-
-
-ANGLES = st.floats(-100, 100, width=32)
-
-
-@given(a=ANGLES, b=ANGLES, seed=st.integers(0, 2**16), layout=st.sampled_from(["half", "pairs"]))
-@examples(8)
-def test_rotations_add_and_none_changes_nothing(a, b, seed, layout):
-    rng = np.random.default_rng(seed)
-    x = placed(rng.standard_normal((2, 9, 2, 16)), jnp.float32)
-    frequencies = rng.uniform(0.1, 1.0, (9, 6))
-    turn = lambda value, angle: rotate_patch(value, *tables(angle * frequencies), layout=layout)
-    np.testing.assert_allclose(turn(turn(x, a), b), turn(x, a + b), atol=3e-6)
-    np.testing.assert_array_equal(turn(x, 0.0), x)
 
 
 def test_rounds_once_to_the_dtype_of_x_and_takes_a_dense_correction():

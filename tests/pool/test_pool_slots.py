@@ -21,7 +21,6 @@ from kvpatch_jax.errors import (
     ShapeError,
     StalePatchError,
 )
-from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
 from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 
@@ -157,32 +156,6 @@ def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, format, packing):
     assert wrong[jnp.bfloat16] > 20
 
 
-@pytest.mark.nightly
-def test_jaxs_ragged_paged_attention_reads_what_pages_hold(monkeypatch):
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
-
-    layout, table, count = kvp.KVLayout.gqa(1, 2, 128, kvp.Rope(1e6, 128)), np.array([4, 1, 5, 0], np.int32), 26
-    pages = pool.RAGGED.to_pages(layout, pool_of(layout))[0]
-    queries = placed(np.random.default_rng(2).standard_normal((3, 8, 128)), jnp.float32)
-    lengths = [placed(values, jnp.int32) for values in ([count], [0, 3], [1])]
-    # The interpreter cannot read through a reshaped reference: the kernel gets the loaded pages instead. Nor does it
-    # take masked stores whose first axis is the longest: as many query heads to a KV head as queries to a block.
-    wait = kernel.MultiPageAsyncCopyDescriptor.wait
-    monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", lambda self: wait(self)[...])
-    blocks = {"sm_scale": 128**-0.5, "num_kv_pages_per_block": 2, "num_queries_per_block": 4}
-    with pltpu.force_tpu_interpret_mode():
-        result = kernel.ragged_paged_attention(queries, pages, lengths[0], placed(table)[None], *lengths[1:], **blocks)
-    slots = (table[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[:count]
-    rows = pool.read_slots(pool_of(layout), slots, layout)
-    k, v = (np.repeat(np.asarray(rows[name][0], np.float64), 4, axis=1) for name in ("k", "v"))
-    scores = np.einsum("qnh,snh->nqs", np.asarray(queries, np.float64), k) * 128**-0.5
-    seen = np.arange(count)[None] <= count - 3 + np.arange(3)[:, None]
-    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    weights /= weights.sum(-1, keepdims=True)
-    np.testing.assert_allclose(result, np.einsum("nqs,snh->qnh", weights, v), atol=2e-5)
-
-
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -240,20 +213,14 @@ def test_refuses_before_it_moves_rotates_or_reads(unchecked):
         with pytest.raises(error, match=words):
             call()
     assert not any(value.is_deleted() for value in (*vectors.values(), *pages))
-
-
-def test_a_donated_pool_is_refused_by_name():
-    chunk = chunk_of("gqa")
-    layout, slots = chunk.layout, slots_of(24)
-    vectors = pool_of(layout)
-    after = pool.splice(vectors, slots, kvp.Placed(chunk, None, 4))
-    for use in (
-        lambda: pool.splice(vectors, slots, kvp.Placed(chunk, None, 4)),
-        lambda: pool.read_slots(vectors, slots),
+    after = move([1], [2])
+    for call in (
+        lambda: move([1], [2]),
+        lambda: rotate(slots, 1),
+        lambda: pool.splice(vectors, slots, kvp.Placed(chunk_of("gqa"), None, 4)),
         lambda: pool.read_slots(vectors, slots, layout),
-        lambda: pool.move_slots(vectors, np.array([1]), np.array([2])),
         lambda: pool.RAGGED.to_pages(layout, vectors),
     ):
         with pytest.raises(PoolError, match=r"donated.*expected the pool that"):
-            use()
+            call()
     pool.read_slots(after, slots)
