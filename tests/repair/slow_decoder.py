@@ -39,7 +39,7 @@ class SlowDecoder:
           seen: keys that count, [S].
 
         Returns:
-          residual after the last layer; and of the tokens that ran attention {layer: [T,N,S]}, queries {layer: [T,N,H]}.
+          residual after the last layer; of the tokens that ran, attention {layer: [T,N,S]}, queries {layer: [T,N,H]}.
         """
         maps, queries, residual = {}, {}, residual.copy()
         for layer in range(first, len(keys) if last is None else last):

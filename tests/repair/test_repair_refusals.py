@@ -35,7 +35,7 @@ KEEPING = ("anchored", "joint_pair", *STORED_METHODS)
 
 
 @pytest.fixture(scope="module")
-def kind(_highest_precision_of_a_module) -> str:
+def kind(_highest_precision) -> str:
     """Refusals are those of one layout: four layers of grouped queries."""
     return "gqa"
 
@@ -80,24 +80,22 @@ def test_budgets_that_cannot_be_are_refused(backbone, spliced, long, unchecked):
             METHODS[name](long[0], long[1], SMALL)
 
 
-SPLICES: list[tuple[Any, str, Any]] = [
-    (InputError, "got 18; expected 0 to 17", lambda splice: {"slots": splice.slots + SPARE + 1}),
-    (ShapeError, "embeddings", lambda splice: {"tokens": splice.tokens.take(0, 5)}),
-    (ShapeError, "seen", lambda splice: {"seen": jnp.ones((ROWS, 3), bool)}),
-    (ShapeError, "length", lambda splice: {"length": jnp.ones((ROWS + 1,), jnp.int32)}),
-    (ShapeError, "recorded", lambda splice: {"recorded": {n: kv[:, :, :2] for n, kv in splice.recorded.items()}}),
-    (LayoutError, "repair: cache", lambda splice: {"cache": {"k": splice.cache["k"]}}),
-    *[
-        (InputError, r"repair\.chunks", lambda splice, chunks=chunks: {"chunks": chunks})
-        for chunks in (((0, CHUNK + 1),), ((0, 0),), ((0, 4), (3, 5)), ())
-    ],
-]
-
-
 def test_splices_that_do_not_fit(backbone, spliced, unchecked):
-    for error, words, changes in SPLICES:
+    splice, chunks = spliced[0], r"repair\.chunks"
+    recorded = {name: kv[:, :, :2] for name, kv in splice.recorded.items()}
+    for error, words, changes in (
+        (InputError, "got 18; expected 0 to 17", {"slots": splice.slots + SPARE + 1}),
+        (ShapeError, "embeddings", {"tokens": splice.tokens.take(0, 5)}),
+        (ShapeError, "seen", {"seen": jnp.ones((ROWS, 3), bool)}),
+        (ShapeError, "length", {"length": jnp.ones((ROWS + 1,), jnp.int32)}),
+        (ShapeError, "recorded", {"recorded": recorded}),
+        (LayoutError, "repair: cache", {"cache": {"k": splice.cache["k"]}}),
+        (InputError, chunks, {"chunks": ((0, CHUNK + 1),)}),
+        (InputError, chunks, {"chunks": ((0, 0),)}),
+        (InputError, chunks, {"chunks": ((0, 4), (3, 5))}),
+    ):
         with pytest.raises(error, match=words):
-            METHODS["first_k"](backbone, spliced[0].replace(**changes(spliced[0])), TWO)
+            METHODS["first_k"](backbone, splice.replace(**changes), TWO)
 
 
 MISSING = [

@@ -117,13 +117,13 @@ def test_a_prompt_with_all_of_every_chunk_equals_a_prefill(prompt):
         assert error(repaired.logits, logits) <= 1e-5
 
 
-PROMPT_METHODS = [name for name in TOKEN_METHODS if name not in ("infoflow", "prophetkv", "quest", "oracle_delta")]
-"""Those that read neither a question nor recorded KV, which a prompt does not have."""
+# The other methods read a question or recorded KV, which a prompt does not have.
+PROMPT_METHODS = ("first_k", "vlcache", "cacheblend", "cacheblend_gradual", "random_tokens")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["mpic", "kvshare", *(pytest.param(n, marks=pytest.mark.nightly) for n in PROMPT_METHODS if n != "kvshare")],
+    ["mpic", "kvshare", *(pytest.param(name, marks=pytest.mark.nightly) for name in PROMPT_METHODS)],
 )
 def test_new_text_is_always_computed_and_what_lay_there_is_never_read(prompt, name):
     backbone, splice, _, _ = prompt
@@ -134,8 +134,6 @@ def test_new_text_is_always_computed_and_what_lay_there_is_never_read(prompt, na
     again = METHODS[name](backbone, splice.replace(cache=spoilt), THREE)
     np.testing.assert_array_equal(again.logits, repaired.logits)
     assert repaired.chosen[:, :, list(NEW)].all()
-    cached = repaired.chosen[-1].sum(-1) - len(NEW)
-    assert cached.tolist() == [6 if name in ("mpic", "first_k", "vlcache") else 3] * ROWS
 
 
 def test_two_step_reuse_computes_text_as_if_there_were_no_chunks(prompt):
@@ -168,7 +166,7 @@ def test_texts_among_images_with_deepstack_features_have_zeros():
 
 
 @pytest.fixture(scope="module")
-def hybrid(_highest_precision_of_a_module) -> Any:
+def hybrid(_highest_precision) -> Any:
     """A tiny hybrid, its chunk spliced blind behind another, and the cache that a prefill leaves."""
     with tempfile.TemporaryDirectory() as folder:
         backbone = load(write_checkpoint("qwen3_5", Path(folder) / "qwen3_5"), dtype="float32")
