@@ -55,7 +55,7 @@ def test_small_matrices_of_every_shape(shape: MatrixShape, method: str):
 @pytest.mark.parametrize("orthonormal", ["qr", "cholesky"])
 @pytest.mark.parametrize("size", [(160, 128), pytest.param((128, 160), marks=nightly)], ids=["tall", "wide"])
 def test_steep_and_deficient_spectra_are_factorised_as_well_as_flat_ones(size: tuple[int, int], orthonormal: str):
-    for spectrum in (*SPECTRA.values(), 1e-18 * SPECTRA["slow"]):
+    for spectrum in (*SPECTRA.values(), 1e20 * SPECTRA["slow"]):
         matrix = drawn(spectrum, *size).astype(np.float32)
         factors = factorise(placed(matrix), 16, orthonormal=orthonormal)
         check_factors(matrix, 16, factors, 1.02)

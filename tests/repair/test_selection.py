@@ -21,6 +21,7 @@ from kvpatch_jax.repair import (
     PromptPiece,
     RepairBudget,
     best_schedule,
+    canonical_of,
     logit_error,
     recomputed_sensitivity,
     reordered_by_question,
@@ -215,6 +216,17 @@ def test_prcr_shows_the_question_the_tokens_that_infoflow_would_run_and_runs_non
     assert not repaired.chosen.any()
     for name, value in splice.cache.items():
         np.testing.assert_array_equal(repaired.cache[name], value)
+
+
+def test_channels_of_unlike_size_weigh_alike(backbone, spliced):
+    """Keys that are off by all of themselves outrank values that are off by half, however large values are."""
+    splice, _ = spliced
+    splice = splice.replace(cache={"k": splice.cache["k"], "v": 30.0 * splice.cache["v"]})
+    share = {"k": np.repeat([0.0, 1.0], [5, 3]), "v": np.repeat([0.5, 0.0], [3, 5])}
+    canonical = canonical_of(backbone.layout, splice)
+    recorded = {name: value * (1 + share[name][:, None, None]) for name, value in canonical.items()}
+    repaired = METHODS["oracle_delta"](backbone, splice.replace(recorded=recorded), RepairBudget(tokens=3))
+    assert repaired.chosen[:, :, 5:].all()
 
 
 PROMPT = {
