@@ -26,7 +26,7 @@ from tests.models.compiled_programs import (
     temporaries,
     tower_program,
 )
-from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
+from tests.shared.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 LAYERS = 4
 MIB = 2**-10

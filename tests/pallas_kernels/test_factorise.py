@@ -55,7 +55,7 @@ def test_small_matrices_of_every_shape(shape: MatrixShape, method: str):
 @pytest.mark.parametrize("orthonormal", ["qr", "cholesky"])
 @pytest.mark.parametrize("size", [(160, 128), pytest.param((128, 160), marks=nightly)], ids=["tall", "wide"])
 def test_steep_and_deficient_spectra_are_factorised_as_well_as_flat_ones(size: tuple[int, int], orthonormal: str):
-    for spectrum in SPECTRA.values():
+    for spectrum in (*SPECTRA.values(), 1e20 * SPECTRA["slow"]):
         matrix = drawn(spectrum, *size).astype(np.float32)
         factors = factorise(placed(matrix), 16, orthonormal=orthonormal)
         check_factors(matrix, 16, factors, 1.02)
@@ -73,14 +73,6 @@ def test_rows_of_zeros_change_nothing_and_the_key_says_all(method: str):
     assert np.abs(wide_u[:, 40:]).max() < 1e-6
     assert (factorise(placed(matrix), 4, method=method, key=key)[0] == u).all()
     assert (factorise(placed(matrix), 4, method=method)[0] == u).all() == (method == "exact")
-
-
-@nightly
-@pytest.mark.parametrize("scale", [1e-18, 1e15])
-def test_cholesky_spans_what_qr_does_at_any_scale(scale: float):
-    matrix = scale * drawn(0.4 ** np.arange(12), 90, 60).astype(np.float32)
-    products = [np.matmul(*factorise(placed(matrix), 6, orthonormal=name)) for name in ("qr", "cholesky")]
-    np.testing.assert_allclose(products[0], products[1], atol=2e-2 * np.abs(matrix).max())
 
 
 def test_gpus_orthogonalise_by_cholesky_and_others_by_qr():
@@ -121,12 +113,7 @@ def slope(value, weights, method: str):
 
 @pytest.mark.parametrize(
     ("method", "size", "decay"),
-    [
-        ("randomised", (20, 12), 0.5),
-        pytest.param("exact", (20, 12), 0.7, marks=nightly),
-        pytest.param("randomised", (12, 20), 0.5, marks=nightly),
-        pytest.param("exact", (12, 20), None, marks=nightly),
-    ],
+    [("randomised", (20, 12), 0.5), pytest.param("exact", (12, 20), None, marks=nightly)],
 )
 def test_gradient_is_that_of_the_best_factors(method: str, size: tuple[int, int], decay: float | None):
     """Against differences of float64 SVDs."""
@@ -139,19 +126,7 @@ def test_gradient_is_that_of_the_best_factors(method: str, size: tuple[int, int]
         step[place] = 1e-6
         expected[place] = (weights * (best(matrix + step, 4) - best(matrix - step, 4))).sum() / 2e-6
     np.testing.assert_allclose(result, expected, atol=5e-3 * np.abs(expected).max())
-
-
-@nightly
-@pytest.mark.parametrize("rows", [0, 3, 20])
-def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int):
-    matrix = drawn(SPECTRA["slow"][:12], 20, 12).astype(np.float32)
-    matrix[rows:] = 0.0
-    weights = placed(np.random.default_rng(1).standard_normal((20, 12)), jnp.float32)
-    gradient = slope(placed(matrix), weights, "randomised")
-    assert np.isfinite(gradient).all()
-    assert np.abs(gradient).max() > 0 or not rows
-    mapped = jax.jit(jax.vmap(lambda value: slope(value, weights, "randomised")))(np.stack([matrix, 2 * matrix]))
-    np.testing.assert_allclose(mapped[0], gradient, atol=1e-3)
+    assert np.isfinite(slope(placed(0 * matrix, jnp.float32), placed(weights, jnp.float32), method)).all()
 
 
 def test_ranks_and_methods_that_do_not_exist_are_refused(unchecked):

@@ -120,13 +120,7 @@ def test_slots_that_are_named_and_no_others_are_written(platform: str, name: str
         plan: dict[str, Any] = {"layout": shape.layout, "implementation": platform}
         # Traced anew, for another interpreter.
         run = jax.jit(lambda pool, slots, given, length, plan=plan: splice(pool, slots, **given, **plan, length=length))
-        kinds = (
-            ("mixed", "end", "scattered")
-            if many and not number
-            else ("mixed",)
-            if shape.heads > 1 or not number
-            else ()
-        )
+        kinds = ("mixed", "end", "scattered") if many and not number else ("mixed",)
         for kind in kinds:
             slots = slots_of(kind, shape.tokens, total)
             with targeting(platform, interpret):

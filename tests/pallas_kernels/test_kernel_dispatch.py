@@ -1,8 +1,6 @@
 """A kernel runs only where a committed result says that it is right and faster than XLA, or where it is asked for."""
 
 import json
-import subprocess
-import sys
 import types
 
 import jax
@@ -89,32 +87,3 @@ def test_preferring_says_what_none_means_and_no_more(results):
         assert runs() == "xla"
     with pytest.raises(KernelUnavailableError, match="'cuda'; expected one of"), preferring("cuda"):
         pass
-
-
-PROGRAM = """
-import sys
-
-import jax.numpy as jnp
-
-import pallas_kernels
-
-pallas = lambda: sorted(name for name in sys.modules if name.startswith(("jax.experimental.pallas", "jax._src.pallas")))
-x = jnp.ones((1, 2, 1, 4), jnp.bfloat16)
-pallas_kernels.rotate_patch(x)
-try:
-    pallas_kernels.rotate_patch(x, implementation="tpu")
-except pallas_kernels.KernelUnavailableError:
-    pass
-assert not pallas(), pallas()
-for platform in ("tpu", "gpu"):
-    with pallas_kernels.targeting(platform):
-        pool = jnp.zeros((1, 2, 16, 1, 4), jnp.bfloat16)
-        pallas_kernels.splice(pool, jnp.arange(2), x, implementation=(platform, "xla"))
-    assert f"pallas_kernels.splice.{platform}" in sys.modules
-"""
-
-
-@pytest.mark.nightly
-def test_pallas_is_imported_when_a_kernel_is_wanted_and_not_before():
-    """Most processes never run a kernel, and Pallas takes long to import."""
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True)

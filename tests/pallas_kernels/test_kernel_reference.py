@@ -7,14 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chunks import GQA, SHAPES, arrays, expected
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels import Codes, KernelError, KernelUnavailableError, rotate_patch, splice
 from pallas_kernels.shapes import ChunkShape
 from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
-from tests.shared.examples import examples
 
 PAGES, PAGE_SIZE, TOTAL = 5, 4, 20
 
@@ -30,25 +27,6 @@ def test_agrees_with_float64(shape: ChunkShape):
     alone = given | {name: given[name][-1] for name in ("x", "u", "v") if name in given}
     result = rotate_patch(**alone, layout=shape.layout)
     np.testing.assert_allclose(result[:length], exact[-1, :length], atol=2e-5)
-
-
-def tables(angles) -> tuple[jax.Array, jax.Array]:
-    angles = np.asarray(angles, np.float64)
-    return placed(np.cos(angles), jnp.float32), placed(np.sin(angles), jnp.float32)
-
-
-ANGLES = st.floats(-100, 100, width=32)
-
-
-@given(a=ANGLES, b=ANGLES, seed=st.integers(0, 2**16), layout=st.sampled_from(["half", "pairs"]))
-@examples(8)
-def test_rotations_add_and_none_changes_nothing(a, b, seed, layout):
-    rng = np.random.default_rng(seed)
-    x = placed(rng.standard_normal((2, 9, 2, 16)), jnp.float32)
-    frequencies = rng.uniform(0.1, 1.0, (9, 6))
-    turn = lambda value, angle: rotate_patch(value, *tables(angle * frequencies), layout=layout)
-    np.testing.assert_allclose(turn(turn(x, a), b), turn(x, a + b), atol=3e-6)
-    np.testing.assert_array_equal(turn(x, 0.0), x)
 
 
 def test_rounds_once_to_the_dtype_of_x_and_takes_a_dense_correction():
@@ -74,14 +52,6 @@ def test_sharding_in_types_passes_through(layout: str):
         result = turned(jax.device_put(x, sharding))
         assert result.sharding.is_equivalent_to(sharding, 4)
     np.testing.assert_array_equal(result, turned(x))
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about what XLA makes for CPUs")
-@pytest.mark.parametrize(("layout", "rotary"), [("half", 128), ("pairs", 64)])
-def test_xla_for_cpus_makes_one_pass_of_a_rotation(layout: str, rotary: int):
-    given = arrays(ChunkShape("one_pass", 2, 64, 4, 128, rotary, 0, layout), dtype=jnp.bfloat16)
-    compiled = jax.jit(lambda given: rotate_patch(**given, layout=layout)).lower(given).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < given["x"].nbytes
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -173,7 +143,6 @@ def test_the_pool_is_written_in_place_and_moving_a_chunk_compiles_nothing():
         ({"layout": "quarter"}, "'quarter'"),
         ({"sin": None}, "one of a pair alone"),
         ({"cos": jnp.zeros((5, 8)), "sin": jnp.zeros((5, 8))}, r"cos \(5, 8\)"),
-        ({"v": jnp.zeros((2, 4, 31))}, r"v \(2, 4, 31\)"),
         ({"dense": jnp.zeros((2, 12, 2, 15))}, r"dense \(2, 12, 2, 15\)"),
         ({"x": jnp.zeros((2, 12, 2, 16), jnp.int8)}, "x of dtype int8"),
         ({"out_dtype": jnp.int8}, "out_dtype int8"),
@@ -189,12 +158,9 @@ def test_rotate_patch_refuses_what_does_not_fit(unchecked, change, words):
     [
         ({"slots": np.arange(12, dtype=np.int32) % 11}, KernelError, "slot 0 named twice"),
         ({"slots": np.arange(12, dtype=np.int32) + 9}, KernelError, "slot 20; expected 0 to 19"),
-        ({"slots": np.arange(12, dtype=np.int32) - 1}, KernelError, "slot -1"),
         ({"slots": np.arange(12, dtype=np.float32)}, KernelError, "slots of dtype float32"),
         ({"slots": np.arange(11, dtype=np.int32)}, KernelError, r"slots of shape \(11,\)"),
         ({"x": jnp.zeros((2, 12, 2, 16), jnp.bfloat16)}, KernelError, "dtype bfloat16"),
-        ({"x": jnp.zeros((2, 12, 2, 18)), "u": None, "v": None}, KernelError, "pool"),
-        ({"x": jnp.zeros((3, 12, 2, 16))}, KernelError, "pool"),
         ({"u": jnp.zeros((2, 12, 33)), "v": jnp.zeros((2, 33, 32))}, KernelError, "rank 33; expected at most"),
         ({"pool": jnp.zeros(GQA.pool(PAGES, PAGE_SIZE, 64))}, KernelError, r"expected .* 16\], or 128 wide"),
         ({"implementation": "cuda"}, KernelUnavailableError, "'cuda'"),

@@ -1,16 +1,15 @@
-"""Pages over several devices, beside pages on one: a program, for the number of devices is settled once per process.
+"""Checks pages over several devices against pages on one: a program, as a process has one number of devices.
 
-`test_split_pages.py` runs it on four. What a row should hold is arranged in NumPy, head by head, as tpu-inference 0.32
-arranges it: each head of its key projection repeated, then every device's own, filled up to the packing. Prints what
-was found as JSON.
+`test_split_pages.py` runs it on four. As tpu-inference 0.32 arranges a row, each head is repeated, then every device's
+heads are filled up to the packing.
 """
 
-import json
 import math
 import re
 import sys
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,38 @@ class SplitPagesCase(NamedTuple):
     devices: int
     encoded: bool = False
 
+    @property
+    def format(self) -> kvp.pool.PageFormat:
+        return kvp.pool.JOINED if self.width == 64 else kvp.pool.RAGGED
+
+    @property
+    def packing(self) -> int:
+        return 4 // jnp.dtype(self.dtype).itemsize
+
+    def layout(self, heads: int | None = None) -> kvp.KVLayout:
+        return kvp.KVLayout.gqa(LAYERS, heads or self.heads, self.width, kvp.Rope(1e4, self.width, angles="float32"))
+
+    def kv(self, seed: int, *sizes: int, keys: str | None = None) -> dict[str, jax.Array]:
+        """Random KV [L, *sizes, K, H]; its keys may have another dtype."""
+        rng, shape = np.random.default_rng(seed), (LAYERS, *sizes, self.heads, self.width)
+        return {name: jnp.asarray(rng.standard_normal(shape), (name == "k" and keys) or self.dtype) for name in "kv"}
+
+    def chunk(self, length: int = LENGTH) -> kvp.Chunk:
+        """A chunk with keys in float32, as the connector keeps what it forms."""
+        kv, local = self.kv(1, TOKENS, keys="float32"), np.arange(TOKENS, dtype=np.float32)
+        chunk = kvp.Chunk(kv, local, TOKENS, length, "B", self.layout(), "tiny")
+        return kvp.encode_chunk(chunk, "k8v8") if self.encoded else chunk
+
+    def over_devices(self, kv: Any) -> list[jax.Array]:
+        """A pool as pages over devices: on each, its heads lie as they would in pages of their own."""
+        heads, parts = np.repeat(np.arange(self.heads), max(1, self.devices // self.heads)), []
+        for share in np.split(heads, self.devices):
+            pool = {name: value[..., share, :] for name, value in kv.items()}
+            parts.append(self.format.to_pages(self.layout(len(share)), pool, self.packing))
+        return placed(
+            [np.concatenate(layers, axis=2) for layers in zip(*parts, strict=True)], sharding_of(self.devices)
+        )
+
 
 CASES = {
     "a head on each": SplitPagesCase(2, 128, "float32", 2),
@@ -47,71 +78,6 @@ CASES = {
 }
 
 
-def format_of(case: SplitPagesCase) -> kvp.pool.PageFormat:
-    return kvp.pool.JOINED if case.width == 64 else kvp.pool.RAGGED
-
-
-def parts_of(case: SplitPagesCase, devices: int) -> list[list[int]]:
-    """Numbers of the heads of each device."""
-    repeated = [head for head in range(case.heads) for _ in range(max(1, devices // case.heads))]
-    share = len(repeated) // devices
-    return [repeated[device * share : (device + 1) * share] for device in range(devices)]
-
-
-def packing_of(case: SplitPagesCase) -> int:
-    return 4 // jnp.dtype(case.dtype).itemsize
-
-
-def row_of(case: SplitPagesCase, devices: int) -> tuple[int, int, int]:
-    packing, vectors = packing_of(case), (1 if case.width == 64 else 2) * len(parts_of(case, devices)[0])
-    return devices * -(-vectors // packing), packing, 128
-
-
-def arranged(case: SplitPagesCase, devices: int, rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Rows [..., *row] with these keys and values [..., K, 2, H] in their places; padding stays."""
-    report = rows.reshape(*rows.shape[:-3], devices, -1, 128).copy()
-    for device, heads in enumerate(parts_of(case, devices)):
-        for place, head in enumerate(heads):
-            if case.width == 64:
-                report[..., device, place, :] = np.concatenate([pairs[..., head, 0, :], pairs[..., head, 1, :]], -1)
-            else:
-                report[..., device, 2 * place : 2 * place + 2, :] = pairs[..., head, :, :]
-    return report.reshape(rows.shape)
-
-
-def taken(case: SplitPagesCase, rows: np.ndarray) -> np.ndarray:
-    """Keys and values [..., K, 2, H] of rows on one device."""
-    flat = rows.reshape(*rows.shape[:-3], -1, 128)
-    if case.width == 64:
-        return flat[..., : case.heads, :].reshape(*flat.shape[:-2], case.heads, 2, 64)
-    return flat[..., : 2 * case.heads, :].reshape(*flat.shape[:-2], case.heads, 2, 128)
-
-
-def drawn(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def layout_of(case: SplitPagesCase) -> kvp.KVLayout:
-    return kvp.KVLayout.gqa(LAYERS, case.heads, case.width, kvp.Rope(1e4, case.width, angles="float32"))
-
-
-def chunk_of(case: SplitPagesCase, length: int = LENGTH) -> tuple[kvp.Chunk, kvp.Patch]:
-    layout = layout_of(case)
-    value = lambda seed, dtype: jnp.asarray(drawn(seed, LAYERS, TOKENS, case.heads, case.width), dtype)
-    keys = "float32"  # whatever the pages are: so the connector keeps what it forms
-    chunk = kvp.Chunk(
-        {"k": value(1, keys), "v": value(2, case.dtype)},
-        np.arange(TOKENS, dtype=np.float32),
-        TOKENS,
-        length,
-        "B",
-        layout,
-        "tiny",
-    )
-    chunk = kvp.encode_chunk(chunk, "k8v8") if case.encoded else chunk
-    return chunk, kvp.form_patch(chunk, {"k": value(3, keys), "v": value(4, case.dtype)}, RANK, ("A",))
-
-
 def sharding_of(devices: int, *spec: str | None) -> jax.sharding.NamedSharding:
     """As tpu-inference lays its pages: axes `data`, of one device, and `model`."""
     types = (jax.sharding.AxisType.Auto,) * 2
@@ -119,167 +85,130 @@ def sharding_of(devices: int, *spec: str | None) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.P(*(spec or ("data", None, "model"))))
 
 
-def placed(pages: np.ndarray, sharding: jax.sharding.NamedSharding) -> list[jax.Array]:
+def placed(pages: Any, sharding: jax.sharding.NamedSharding) -> list[jax.Array]:
     return [jax.device_put(layer, sharding) for layer in pages]
 
 
-def host(pages: list[jax.Array]) -> np.ndarray:
-    return np.stack([np.asarray(page) for page in pages])
-
-
-def same(first: np.ndarray, second: np.ndarray) -> bool:
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and first.tobytes() == second.tobytes()
+def same(pages: Sequence[jax.Array], expected: Sequence[jax.Array]) -> bool:
+    """Whether pages have the same bits and lie alike."""
+    first, second = (np.stack([np.asarray(page) for page in values]) for values in (pages, expected))
+    alike = all(page.sharding == other.sharding for page, other in zip(pages, expected, strict=True))
+    return alike and first.dtype == second.dtype and first.tobytes() == second.tobytes()
 
 
 COLLECTIVE = re.compile(r"= (.*?) (?:all-|reduce-scatter|collective-|ragged-all-)[\w-]*\(")
 
 
-def bytes_of(shapes: str) -> int:
-    """Of the arrays that an instruction of HLO gives, as it writes their shapes."""
-    arrays = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes)
-    return sum(int(bits) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for bits, sizes in arrays)
+def bytes_between(text: str) -> list[int]:
+    """Bytes that each collective of a compiled program gives."""
+    arrays = [re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes) for shapes in COLLECTIVE.findall(text)]
+    size = lambda bits, sizes: int(bits) // 8 * math.prod(int(number) for number in sizes.split(",") if number)
+    return [sum(size(*array) for array in results) for results in arrays]
 
 
-class CallRecorder:
-    """Stands for a jitted function: compiles what is called, and notes what the program does with its pages."""
+def recorded(name: str, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a call gives, and the one program that it runs under this name."""
+    jitted, programs = getattr(page_format, name), []
 
-    def __init__(self, jitted):
-        self.jitted, self.noted = jitted, []
+    def run(form, pages, *others, **options):
+        programs.append(jitted.lower(form, pages, *others, **options).compile())
+        return programs[0](pages, *others)
 
-    def __call__(self, form, pages, *others, **options):
-        compiled = self.jitted.lower(form, pages, *others, **options).compile()
-        memory = compiled.memory_analysis()
-        self.noted.append(
-            {
-                "pool": sum(page.addressable_data(0).nbytes for page in pages),
-                "aliased": memory.alias_size_in_bytes,
-                "temporary": memory.temp_size_in_bytes,
-                "between_devices": [bytes_of(shapes) for shapes in COLLECTIVE.findall(compiled.as_text())],
-            }
-        )
-        return compiled(pages, *others)
+    setattr(page_format, name, run)
+    result = call()
+    setattr(page_format, name, jitted)
+    return result, programs[0]
 
 
-def recorded(name: str, call):
-    """What a call gives, and what its program does."""
-    jitted = getattr(page_format, name)
-    recorder = CallRecorder(jitted)
-    setattr(page_format, name, recorder)
-    try:
-        report = call()
-    finally:
-        setattr(page_format, name, jitted)
-    (noted,) = recorder.noted
-    return report, noted
-
-
-def report_of(case: SplitPagesCase) -> dict:
-    """A chunk spliced, keys turned and tokens read, over devices and on one."""
-    kind, layout, sharding = format_of(case), layout_of(case), sharding_of(case.devices)
-    chunk, patch = chunk_of(case)
-    slots, written = np.where(np.arange(TOKENS) < LENGTH, SLOTS, -1), SLOTS[:LENGTH]
-    dtype = jnp.dtype(case.dtype)
-    alone = drawn(7, LAYERS, PAGES, PAGE_SIZE, *row_of(case, 1)).astype(dtype)
-    over = drawn(8, LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)).astype(dtype)
-    over = arranged(case, case.devices, over, taken(case, alone))
-    flat = lambda pages: pages.reshape(LAYERS, PAGES * PAGE_SIZE, *pages.shape[3:])
-    report = {}
-
-    def compare(name: str, result: list[jax.Array], given: list[jax.Array], expected: np.ndarray, noted: dict):
-        report[name] = {
-            **noted,
-            "same": same(flat(host(result)), expected),
-            "lies_alike": all(page.sharding == sharding for page in result),
-            "donated": all(page.is_deleted() for page in given),
-        }
-
-    pages = placed(over, sharding)
-    call = lambda pages, slots: kind.splice(pages, slots, kvp.Placed(chunk, patch, 7, ("A",)))
-    result, noted = recorded("jitted_splice", lambda: call(pages, slots))
-    one = flat(host(call([jnp.asarray(layer) for layer in alone], slots)))
-    expected = flat(over).copy()
-    empty = np.zeros((LAYERS, LENGTH, *row_of(case, case.devices)), dtype)
-    expected[:, written] = arranged(case, case.devices, empty, taken(case, one[:, written]))
-    compare("splice", result, pages, expected, noted)
-
-    pages, offset = placed(over, sharding), np.arange(LENGTH) * 3 - 40
-    result, noted = recorded("jitted_rotate", lambda: kind.rotate(layout, pages, written, offset))
-    one = flat(host(kind.rotate(layout, [jnp.asarray(layer) for layer in alone], written, offset)))
-    expected = flat(over).copy()
-    expected[:, written] = arranged(case, case.devices, expected[:, written], taken(case, one[:, written]))
-    compare("rotate", result, pages, expected, noted)
-
-    pages = placed(over, sharding)
-    result, noted = recorded("jitted_read", lambda: kind.read(layout, pages, written))
-    pairs = taken(case, flat(alone)[:, written])
-    report["read"] = {
-        **noted,
-        "same": all(same(np.asarray(result[name]), pairs[..., place, :]) for place, name in enumerate("kv")),
-        "whole": all(value.sharding.is_fully_replicated for value in result.values()),
-        "donated": any(page.is_deleted() for page in pages),
+def check_case(case: SplitPagesCase) -> None:
+    """Chunks are spliced, keys turned and tokens read over devices as on one, without a copy of the pool."""
+    layout, kind, chunk = case.layout(), case.format, case.chunk()
+    kv, slots = case.kv(7, PAGES, PAGE_SIZE), SLOTS[:LENGTH]
+    alone, sharding = kind.to_pages(layout, kv, case.packing), sharding_of(case.devices)
+    patch = kvp.form_patch(chunk, case.kv(3, TOKENS, keys="float32"), RANK, ("A",), force=True)
+    named = np.where(np.arange(TOKENS) < LENGTH, SLOTS, -1)
+    calls = {
+        "jitted_splice": lambda pages: kind.splice(pages, named, kvp.Placed(chunk, patch, 7, ("A",))),
+        "jitted_rotate": lambda pages: kind.rotate(layout, pages, slots, np.arange(LENGTH) * 3 - 40),
+        "jitted_read": lambda pages: kind.read(layout, pages, slots),
     }
-    return report
+    for name, call in calls.items():
+        pages = case.over_devices(kv)
+        pool = sum(page.addressable_data(0).nbytes for page in pages)
+        result, program = recorded(name, lambda call=call, pages=pages: call(pages))
+        memory, between = program.memory_analysis(), bytes_between(program.as_text())
+        assert memory.temp_size_in_bytes < pool / 8, name
+        if name == "jitted_read":
+            for channel, value in result.items():
+                expected = kv[channel].reshape(LAYERS, -1, case.heads, case.width)[:, slots]
+                assert np.asarray(value).tobytes() == np.asarray(expected).tobytes()
+                assert value.sharding.is_fully_replicated
+            assert not any(page.is_deleted() for page in pages)
+            assert between, "else the devices' heads did not meet, or the text was not understood"
+            assert max(between) < pool / 16
+        else:
+            expected = kind.from_pages(layout, call([jnp.array(layer) for layer in alone]))
+            assert same(result, case.over_devices(expected)), name
+            assert all(page.sharding == sharding for page in result), name
+            assert all(page.is_deleted() for page in pages), name
+            assert memory.alias_size_in_bytes == pool, name
+            assert between == [], name
 
 
-def whole_latents() -> bool:
-    """Latent rows, which every device has whole: as on one."""
+def check_latents() -> None:
+    """Latent rows, which every device has whole, are turned as on one."""
     layout = kvp.KVLayout.mla(LAYERS, 32, 16, rope=kvp.Rope(1e4, 16))
-    rows = drawn(8, LAYERS, PAGES, PAGE_SIZE, 1, 256).astype(np.float32)
+    rows = np.random.default_rng(8).standard_normal((LAYERS, PAGES, PAGE_SIZE, 1, 256)).astype(np.float32)
     turned = kvp.pool.LATENT.rotate(layout, placed(rows, sharding_of(2, "data")), SLOTS, 5)
-    one = kvp.pool.LATENT.rotate(layout, [jnp.asarray(layer) for layer in rows], SLOTS, 5)
-    return same(host(turned), host(one)) and turned[0].sharding == sharding_of(2, "data")
+    alone = kvp.pool.LATENT.rotate(layout, [jnp.asarray(layer) for layer in rows], SLOTS, 5)
+    assert same(turned, placed(alone, sharding_of(2, "data")))
 
 
-def connected() -> dict[str, bool]:
-    """The connector's worker on an engine of two devices: what it writes, and what it gives to be formed."""
-    case, blocks = CASES["joined, repeated and filled up"], (3, 9, 5, 2)
-    layout, kind, (chunk, _) = layout_of(case), format_of(case), chunk_of(case, TOKENS)
-    zeros = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)), jnp.dtype(case.dtype))
-    runner = SimpleNamespace(kv_caches=placed(zeros, sharding_of(case.devices)))
-    runner.requests = {"own": SimpleNamespace(mrope_positions=None)}
+def check_connector() -> None:
+    """On several devices the connector's worker writes as on one, and reads to one what is to be formed."""
+    case, blocks, segment = CASES["joined, repeated and filled up"], (3, 9, 5, 2), PromptSegment("B", 0, TOKENS)
+    layout, chunk, empty = case.layout(), case.chunk(TOKENS), case.kv(0, PAGES, PAGE_SIZE)
+    request = SimpleNamespace(mrope_positions=None)
+    runner = SimpleNamespace(kv_caches=case.over_devices(empty), requests={"request": request})
     worker = WorkerSide(ConnectorConfig.read({"store": "/nowhere", "backbone": "tiny"}), layout, PAGE_SIZE)
     worker.register(runner)
-    segment = PromptSegment("B", 0, TOKENS)
-    worker.load(
-        StepCommands((LoadCommand("own", (ChunkPayload(ChunkStep(segment, "leading", "B"), chunk),), 0, blocks),))
-    )
+    payload = ChunkPayload(ChunkStep(segment, "leading", "B"), chunk)
+    worker.load(StepCommands((LoadCommand("request", (payload,), 0, blocks),)))
     formed = worker._rows(blocks, segment)
 
     slots = slots_of(blocks, PAGE_SIZE, 0, TOKENS)
-    alone = list(jnp.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, 1)), case.dtype))
-    expected = kind.read(layout, kind.splice(alone, slots, kvp.Placed(chunk)), slots)
-    return {
-        "written": worker.take_failed() == set() and runner.kv_caches[0].sharding == sharding_of(case.devices),
-        "same": all(same(np.asarray(formed[name]), np.asarray(expected[name])) for name in "kv"),
-        "on_one_device": all(len(value.devices()) == 1 for value in formed.values()),
-    }
+    alone = case.format.splice(case.format.to_pages(layout, empty, case.packing), slots, kvp.Placed(chunk))
+    assert worker.take_failed() == set()
+    assert same(runner.kv_caches, case.over_devices(case.format.from_pages(layout, alone)))
+    for name, value in case.format.read(layout, alone, slots).items():
+        assert np.asarray(formed[name]).tobytes() == np.asarray(value).tobytes()
+        assert len(formed[name].devices()) == 1
 
 
-def refused() -> dict[str, str]:
-    """Pages that lie otherwise, and what is said of them."""
+def check_refusals() -> None:
     case = CASES["a head on each"]
-    layout, kind = layout_of(case), format_of(case)
-    pages = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, 2)), np.float32)
-    three = kvp.KVLayout.gqa(LAYERS, 3, 128, kvp.Rope(1e4, 128))
+    layout, pages = case.layout(), np.zeros((LAYERS, PAGES, PAGE_SIZE, 4, 1, 128), np.float32)
     explicit = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
-    calls = {
-        "by pages": (layout, placed(pages, sharding_of(2, "model"))),
-        "by width": (layout, placed(pages, sharding_of(2, None, None, None, None, "model"))),
-        "unlike": (layout, [*placed(pages[:1], sharding_of(2)), *placed(pages[1:], sharding_of(2, None))]),
-        "explicit": (layout, placed(pages, jax.sharding.NamedSharding(explicit, jax.P(None, None, "model")))),
-        "three heads": (three, placed(np.zeros((LAYERS, PAGES, PAGE_SIZE, 6, 1, 128)), sharding_of(2))),
-        "not repeated": (layout, placed(pages, sharding_of(4))),
-    }
-    messages = {}
-    for name, (form, arrays) in calls.items():
+    in_types = jax.sharding.NamedSharding(explicit, jax.P(None, None, "model"))
+    unlike = [*placed(pages[:1], sharding_of(2)), *placed(pages[1:], sharding_of(2, None))]
+    six = placed(np.zeros((LAYERS, PAGES, PAGE_SIZE, 6, 1, 128)), sharding_of(2))
+    for form, arrays, *words in (
+        (layout, placed(pages, sharding_of(2, "model")), "LayoutError", "[2, 1, 1, 1, 1] parts", "axis 2 alone"),
+        (layout, unlike, "ShapeError", "all alike"),
+        (layout, placed(pages, in_types), "LayoutError", "Auto axes"),
+        (case.layout(3), six, "ShapeError", "over 2 devices", "3 heads shared or repeated evenly"),
+    ):
+        message = ""
         try:
-            kind.read(form, arrays, SLOTS)
+            case.format.read(form, arrays, SLOTS)
         except KVPatchError as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
+            message = f"{type(error).__name__}: {error}"
+        assert all(word in message for word in words), (message, words)
 
 
 if __name__ == "__main__":
-    report = {name: report_of(CASES[name]) for name in sys.argv[1:]}
-    report = {"cases": report, "latents": whole_latents(), "connected": connected()}
-    json.dump({**report, "refused": refused()}, sys.stdout)
+    for name in sys.argv[1:] or CASES:
+        check_case(CASES[name])
+    check_latents()
+    check_connector()
+    check_refusals()

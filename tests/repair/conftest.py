@@ -7,31 +7,25 @@ import jax.numpy as jnp
 import pytest
 
 from kvpatch_jax.models import ModelBackbone
-from tests.repair.splices import CHUNK, LONG, ROWS, make_prompt, make_splice, other_antecedents, tiny_backbone
+from tests.shared.splices import CHUNK, LONG, ROWS, make_prompt, make_splice, other_antecedents, tiny_backbone
 
 KINDS = ["gqa", pytest.param("mla", marks=pytest.mark.nightly)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def _highest_precision_of_a_module():
-    """The same for fixtures of a module; nothing of it reaches other rooms."""
+    """For tests and fixtures of a module; nothing of it reaches other rooms."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request, _highest_precision_of_a_module) -> str:
+def kind(request, _highest_precision) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def backbone(_highest_precision_of_a_module) -> ModelBackbone:
+def backbone(_highest_precision) -> ModelBackbone:
     return tiny_backbone()
 
 

@@ -14,46 +14,25 @@ from kvpatch_jax.backbone import Tokens, joined, joined_tokens
 from kvpatch_jax.core import transition_of
 from kvpatch_jax.errors import InputError, LayoutError
 from kvpatch_jax.models import load
-from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.repair import METHODS, RepairBudget, SplicedCache
 from tests.goldens.load import write_checkpoint
-from tests.repair.splices import (
+from tests.shared.compilations import compilations
+from tests.shared.splices import (
     BEFORE,
     CHUNK,
     LAYERS,
-    LONG,
     NEW,
     ROWS,
     SPARE,
     TOKEN_METHODS,
-    canonical_chunk,
     changed,
     error,
     make_splice,
     text_tokens,
 )
-from tests.shared.compilations import compilations
 
 THREE = RepairBudget(tokens=3)
 REPREFILLS = ("full_reprefill", "encoder_cached_reprefill", "prefix_caching", "layer_reprefill")
-STORED = {
-    "patch": (1.0, {"rank": 4}),
-    "quantised": (1.0, {"bits": 3}),
-    "low_rank": (1.0, {"rank": 4}),
-    "shadowkv": (1.0, {"rank": 4}),
-    "cachegen": (1.0, {"step": 1.0}),
-    "gear": (1.0, {"bits": 3}),
-    "block_differences": (0.3, {}),
-    "anchored": (RepairBudget(kv_bytes=10**7), {}),
-    "joint_pair": (RepairBudget(kv_bytes=10**7), {}),
-    "pooled": (1.0, {"rank": 4}),
-}
-"""Methods that keep a form of the chunk's KV, and a setting of each."""
-
-
-def test_every_method_is_held_to_these_bounds():
-    others = {"blind", "attention_sink", "prcr", "mpic", "two_step_reuse"}
-    assert set(METHODS) == {*TOKEN_METHODS, *REPREFILLS, *STORED, *others}
 
 
 @pytest.mark.parametrize("name", [*TOKEN_METHODS, *REPREFILLS])
@@ -96,28 +75,6 @@ def test_tokens_that_are_not_chosen_and_padding_keep_their_bits(backbone, splice
         assert error(repaired.cache[channel], everything[channel]) <= 1e-5
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_forms_are_written_to_the_chunks_live_slots_alone(long, name):
-    backbone, splice, _ = long
-    budget, settings = STORED[name]
-    if name == "pooled":
-        ranks = {channel.name: min(8, channel.features) for channel in backbone.layout.channels}
-        settings = settings | {"basis": fit_basis([(canonical_chunk(backbone, splice), splice.recorded)], ranks)}
-    padded = splice.replace(length=jnp.asarray([LONG - 9, LONG]))
-    repaired = METHODS[name](backbone, padded, budget, **settings)
-    assert set(repaired.cache) == set(splice.cache)
-    assert not repaired.chosen.any()
-    for channel, value in repaired.cache.items():
-        value, before = np.asarray(value), np.asarray(splice.cache[channel])
-        still = np.zeros(value.shape[1:3], bool)
-        still[:, BEFORE + LONG :], still[0, BEFORE + LONG - 9 :], still[:, :BEFORE] = True, True, name != "joint_pair"
-        np.testing.assert_array_equal(value[:, still], before[:, still])
-        written = value[:, 1, BEFORE : BEFORE + LONG]
-        assert np.isfinite(written).all()
-        if channel in ("k", "v"):
-            assert (written != before[:, 1, BEFORE : BEFORE + LONG]).any((0, -2, -1)).mean() >= 0.3
-
-
 @pytest.mark.parametrize("name", TOKEN_METHODS)
 def test_the_truth_is_read_by_the_oracle_alone(backbone, spliced, name):
     splice, _ = spliced
@@ -131,10 +88,8 @@ def test_the_truth_is_read_by_the_oracle_alone(backbone, spliced, name):
         np.testing.assert_array_equal(result.cache[channel], value)
 
 
-@pytest.mark.parametrize("boundary", [2, *(pytest.param(layer, marks=pytest.mark.nightly) for layer in (1, 3))])
-def test_deep_layers_run_from_the_residual_that_entered_them(backbone, spliced, boundary):
-    splice, expected = spliced
-    share = 1 - boundary / LAYERS
+def test_deep_layers_run_from_the_residual_that_entered_them(backbone, spliced):
+    (splice, expected), boundary, share = spliced, 2, 0.5
     # With the residual of a prefill in context, the deep layers are those of a prefill.
     whole = backbone.prefill(joined_tokens([splice.front, splice.tokens]), hidden_at=(boundary,))
     true = splice.replace(hidden={boundary: whole.hidden[boundary][:, BEFORE:]})
@@ -162,12 +117,13 @@ def test_a_prompt_with_all_of_every_chunk_equals_a_prefill(prompt):
         assert error(repaired.logits, logits) <= 1e-5
 
 
-PROMPT_METHODS = sorted({*TOKEN_METHODS} - {"mpic", "kvshare", "infoflow", "prophetkv", "quest", "oracle_delta"})
-"""Others that read neither a question nor recorded KV, which a prompt does not have."""
+# The other methods read a question or recorded KV, which a prompt does not have.
+PROMPT_METHODS = ("first_k", "vlcache", "cacheblend", "cacheblend_gradual", "random_tokens")
 
 
 @pytest.mark.parametrize(
-    "name", ["mpic", "kvshare", *(pytest.param(name, marks=pytest.mark.nightly) for name in PROMPT_METHODS)]
+    "name",
+    ["mpic", "kvshare", *(pytest.param(name, marks=pytest.mark.nightly) for name in PROMPT_METHODS)],
 )
 def test_new_text_is_always_computed_and_what_lay_there_is_never_read(prompt, name):
     backbone, splice, _, _ = prompt
@@ -178,8 +134,6 @@ def test_new_text_is_always_computed_and_what_lay_there_is_never_read(prompt, na
     again = METHODS[name](backbone, splice.replace(cache=spoilt), THREE)
     np.testing.assert_array_equal(again.logits, repaired.logits)
     assert repaired.chosen[:, :, list(NEW)].all()
-    cached = repaired.chosen[-1].sum(-1) - len(NEW)
-    assert cached.tolist() == [6 if name in ("mpic", "first_k", "vlcache") else 3] * ROWS
 
 
 def test_two_step_reuse_computes_text_as_if_there_were_no_chunks(prompt):
@@ -212,7 +166,7 @@ def test_texts_among_images_with_deepstack_features_have_zeros():
 
 
 @pytest.fixture(scope="module")
-def hybrid(_highest_precision_of_a_module) -> Any:
+def hybrid(_highest_precision) -> Any:
     """A tiny hybrid, its chunk spliced blind behind another, and the cache that a prefill leaves."""
     with tempfile.TemporaryDirectory() as folder:
         backbone = load(write_checkpoint("qwen3_5", Path(folder) / "qwen3_5"), dtype="float32")
@@ -269,16 +223,3 @@ def test_another_chunk_and_place_compile_nothing(backbone, spliced):
         for name in TOKEN_METHODS:
             METHODS[name](backbone, moved, THREE)
     assert not again
-
-
-@pytest.mark.nightly
-def test_repairs_are_jittable(backbone, spliced):
-    splice, _ = spliced
-    eager = [METHODS[name](backbone, splice, THREE) for name in TOKEN_METHODS]
-    compiled = jax.jit(lambda splice: [METHODS[name](backbone, splice, THREE) for name in TOKEN_METHODS])
-    for result, expected in zip(compiled(splice), eager, strict=True):
-        assert np.array_equal(result.chosen, expected.chosen)
-        for name in expected.cache:
-            assert error(result.cache[name], expected.cache[name]) <= 1e-5
-        with pytest.raises(InputError, match="inside a trace"):
-            _ = result.flops
