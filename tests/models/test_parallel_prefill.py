@@ -1,9 +1,9 @@
 """Chunks prefilled apart over devices, with chosen tokens recomputed, answer as one device does.
 
-Cases of four devices run in a program of their own (`parallel_cases.py`), whose facts are asserted here.
+What needs four devices is in `parallel_cases.py`, run in a process of its own.
 """
 
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import numpy as np
@@ -16,46 +16,18 @@ from kvpatch_jax.models.parallel import prefill_chunks_apart, read_question, rea
 from kvpatch_jax.models.parallel.prefill import lay_out
 from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.repair import Reading, attention_scores
-from tests.models.parallel_cases import CASES, SMALL, case, sequence
-from tests.models.test_sharding import facts_of
+from tests.models.parallel_cases import SMALL, check, sequence
 from tests.shared.arrays import placed
-
-BAR = 1e-5
-
-
-def check_equal(result: dict[str, Any]) -> None:
-    """Selection is the same, and all results are within the bar."""
-    assert result["same_tokens"]
-    assert {"logits"} < result["errors"].keys()
-    worst = max(result["errors"], key=result["errors"].__getitem__)
-    assert result["errors"][worst] <= BAR, f"{worst}: off by {result['errors'][worst]:.2e}"
 
 
 @pytest.mark.usefixtures("highest_precision")
 def test_chunks_of_one_device_answer_as_its_joined_caches():
-    check_equal(case(random_backbone(SMALL), 2, (10, 10, 10, 10), jax.devices()[:1]))
-
-
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    return facts_of("parallel_cases", *CASES, "budgets", devices=4)
+    check(random_backbone(SMALL), 2, (10, 10, 10, 10), jax.devices()[:1])
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
-def test_heads_latents_and_images_over_devices_answer_as_one_device(facts, name):
-    check_equal(facts[name])
-
-
-@pytest.mark.nightly
-def test_only_chosen_tokens_change_and_all_of_them_are_a_prefill(facts):
-    budgets = facts["budgets"]
-    check_equal(budgets["nothing"])
-    assert budgets["untouched"]
-    assert budgets["everything"] <= BAR
-    assert budgets["others_keep_their_bits"]
-    assert budgets["chosen_change"]
-    assert budgets["prepared"] <= BAR  # of KV that was available
+def test_chunks_of_four_devices_answer_as_on_one(run_over_devices):
+    run_over_devices("parallel_cases.py", 4, "nightly")
 
 
 @pytest.mark.parametrize(
