@@ -118,6 +118,7 @@ def test_every_call_and_tower_equals_one_devices(name, tmp_path):
             shape = value.shape
             assert shard_of(value) == (*shape[:3], shape[3] // spread, shape[4]), call
             assert len(value.addressable_shards) == over.mesh.size, call
+    assert over.replaced(over.parameters).mesh == over.mesh
     assert over.fingerprint == alone.fingerprint
     check_parameters(alone, over)
 

@@ -87,13 +87,7 @@ def test_heads_lie_over_the_axis_and_groups_of_devices_share_a_kv_head():
 @pytest.mark.parametrize(
     ("family", "count", "changes", "message"),
     [
-        (
-            "qwen2",
-            3,
-            {},
-            "mesh: got 2 kv_heads over 3 devices of axis 'tensor'; expected a number of devices that divides 2, or a "
-            "multiple of it",
-        ),
+        ("qwen2", 3, {}, "mesh: got 2 kv_heads over 3 devices of axis 'tensor'; expected .* divides 2, or a multiple"),
         ("deepseek_v3", 4, {"n_routed_experts": 6, "n_group": 2}, "6 experts over 4 devices"),
         ("deepseek_v3", 4, {"moe_intermediate_size": 1}, "2 shared over 4 devices"),
         ("qwen3", 2, {"intermediate_size": 97}, "97 intermediate over 2 devices"),
@@ -117,16 +111,6 @@ def test_an_unknown_parameter_or_axis_is_refused_before_anything_is_read(tmp_pat
     monkeypatch.setattr(kvpatch_jax.models.directory, "load_weights", never)
     with pytest.raises(ConfigError, match=r"mesh: got axes \('model',\); expected one called 'tensor'"):
         load(write_checkpoint("qwen3", tmp_path / "qwen3"), mesh=Mesh(np.array(jax.devices()[:1]), ("model",)))
-
-
-def test_a_mesh_of_one_device_loads_the_same_parameters(tmp_path):
-    directory = write_checkpoint("phi3_short", tmp_path / "phi3_short")
-    mesh = jax.make_mesh((1,), ("tensor",))
-    over, alone = load(directory, "bfloat16", mesh=mesh), load(directory, "bfloat16")
-    assert over.mesh == mesh
-    assert alone.mesh is None
-    assert over.replaced(over.parameters).mesh == over.mesh
-    jax.tree.map(np.testing.assert_array_equal, over.parameters, alone.parameters)
 
 
 @pytest.mark.parametrize("tier", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
