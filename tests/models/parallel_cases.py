@@ -55,12 +55,6 @@ def blind_cache(backbone: ModelBackbone, context: Tokens, chunks: Sequence[int])
     return EngineKV({name: jnp.concatenate([kv[name] for kv in caches], axis=2) for name in caches[0]})
 
 
-def taken(tokens: Tokens, index: np.ndarray) -> Tokens:
-    """The tokens at these places of each row."""
-    rows = np.arange(len(index))[:, None]
-    return jax.tree.map(lambda leaf: leaf[rows, index], tokens)
-
-
 def alone(
     backbone: ModelBackbone, context: Tokens, question: Tokens, chunks: Sequence[int], count: int
 ) -> dict[str, Any]:
@@ -71,7 +65,8 @@ def alone(
     scores = backbone.attention(question, cache, layers=(last - 2, last - 1), reduce=reduce).mean(0)
     chosen = np.sort(np.asarray(jax.lax.top_k(scores, count)[1]), axis=-1)
     if count:
-        cache = EngineKV(backbone.recompute(taken(context, chosen), cache, jnp.asarray(chosen)).cache)
+        tokens = jax.tree.map(lambda leaf: leaf[np.arange(len(chosen))[:, None], chosen], context)
+        cache = EngineKV(backbone.recompute(tokens, cache, jnp.asarray(chosen)).cache)
     out = backbone.prefill(question, cache, logits="all")
     return {"chosen": chosen, "logits": out.logits, "question": dict(out.kv), **cache}
 

@@ -21,8 +21,6 @@ SCALE = 0.21
 ROWS, TOKENS = 2, 4096
 CAUSAL = Mask(causal=True)
 PLACES = np.zeros((ROWS, TOKENS), np.int32)
-
-
 Shapes = tuple[Any, Any, Any]
 
 
@@ -113,7 +111,7 @@ def test_the_form_of_attention_follows_from_sizes_platform_and_what_is_asked():
 
 QUERIES, KEYS = 200, 330
 SEGMENTS = np.sort(np.random.default_rng(0).integers(-1, 3, (ROWS, KEYS)), axis=1).astype(np.int32)
-PACKED = {"query_segments": SEGMENTS[:, ::-1][:, :QUERIES], "key_segments": SEGMENTS}
+PACKED: dict[str, Any] = {"query_segments": SEGMENTS[:, ::-1][:, :QUERIES], "key_segments": SEGMENTS}
 MASKS = {
     "window": Mask(causal=True, offset=KEYS - QUERIES, window=70),
     "packed": Mask(causal=True, offset=KEYS - QUERIES, **PACKED),

@@ -54,11 +54,7 @@ def test_buckets_hold_and_waste_little(size: int, smallest: int, steps: int):
 
 def test_there_are_few_buckets():
     """Seven up to 1 024, then four per doubling: 39 up to a quarter of a million. Of contexts nine."""
-    buckets = Buckets()
-    sizes = {
-        *range(2, 5000),
-        *(bucket + more for bucket in map(buckets.round_up, range(5000, 2**18, 99)) for more in (0, 1)),
-    }
+    buckets, sizes = Buckets(), range(2, 2**18 + 7, 7)
     assert len({buckets.round_up(min(size, 2**18)) for size in sizes}) == 39
     assert sorted({buckets.of_keys.round_up(min(size, 2**18)) for size in sizes}) == [2**n for n in range(10, 19)]
 

@@ -186,9 +186,8 @@ def test_pages_of_every_size(backbone, page_size, padded):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("buckets", [None, Buckets(smallest=16)])
-def test_in_buckets_and_in_chunks_and_under_masks(backbone, case, buckets):
-    served = backbone.with_buckets(buckets)
+def test_in_buckets_and_in_chunks_and_under_masks(backbone, case):
+    served = backbone.with_buckets(Buckets(smallest=16))
     close(served.prefill(case.rest, case.paged(), logits="all", chunk=2).logits, case.logits)
     step = served.decode(case.rest, case.paged(), case.free, logits="all")
     close(step.logits, case.logits)
