@@ -128,14 +128,18 @@ def test_hard_numbers_stay_exact(hard):
     assert np.isfinite(rule(*inputs._replace(log_decay=inputs.log_decay * 1e4), state, counted=every).output).all()
 
 
-def test_padding_alone_is_the_transition_of_no_tokens():
-    rng = np.random.default_rng(4)
-    state, counted = rng.normal(size=(ROWS, KEY, HEADS, VALUE)).astype(np.float32), np.ones((ROWS, LENGTH), bool)
-    counted[1] = False
-    ran = assert_rule(drawn(rng), state, counted, 5e-6)
-    np.testing.assert_array_equal(ran.after[1], state[1])
-    np.testing.assert_array_equal(ran.state[1], 0)
-    np.testing.assert_array_equal(ran.map[1], np.broadcast_to(np.eye(KEY)[:, None], (KEY, HEADS, KEY)))
+def test_tokens_in_turn_equal_all_at_once():
+    """As an answer is decoded: each token behind the state that the last one left."""
+    rng = np.random.default_rng(1)
+    inputs, state = drawn(rng, (-3, 0), 5), rng.normal(size=(ROWS, KEY, HEADS, VALUE)).astype(np.float32)
+    expected, reached = by_token(inputs, state), state
+    for t in range(5):
+        ran = rule(*(array[:, t : t + 1] for array in inputs), reached)
+        assert difference(ran.output[:, 0, None], expected["output"][:, t, None]) < 1e-6
+        mapped = np.einsum("bikj,bjkv->bikv", np.asarray(ran.map), reached)
+        assert difference(ran.after, np.asarray(ran.state) + mapped) < 1e-6
+        reached = np.asarray(ran.after)
+    assert difference(reached, expected["after"]) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------- a tiny model

@@ -84,7 +84,9 @@ class PagingCase:
 
     def check_step(self, step, expected):
         """A step in pages has the logits and the cache of one in a contiguous cache. Returns the rows of the window."""
-        close(step.logits, expected.logits)
+        assert step.logits.shape == expected.logits.shape
+        if step.logits.size:
+            close(step.logits, expected.logits)
         here = self.at(step.cache.pool, self.slots)
         for name, value in expected.cache.items():
             close(here[name], value)

@@ -19,8 +19,7 @@ from kvpatch_jax.models.decoder.sharding import cache_specs, partition_specs, sp
 from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
 from tests.goldens.load import golden_config, write_checkpoint
 
-LAST = P(None, None, None, "tensor")
-"""Of a cache: over its KV heads."""
+LAST = P(None, None, None, "tensor")  # of a cache: over its KV heads
 
 
 def config_of(family: str, **changes: Any):
