@@ -1,7 +1,4 @@
-"""Generating in blocks or as a stream makes the same tokens, and each row ends at its stop token.
-
-That greedy tokens are transformers' is in `test_parity.py`.
-"""
+"""Generating in blocks or as a stream makes the same tokens, and each row ends at its stop token."""
 
 import functools
 import json

@@ -1,7 +1,4 @@
-"""Linear attention in blocks equals its rule token by token in float64, and what it keeps of tokens composes.
-
-First the rule alone, then a tiny model: its state, its map and the convolution's tail, however tokens are run.
-"""
+"""Linear attention in blocks equals its rule token by token in float64, and what it keeps of tokens composes."""
 
 import functools
 from typing import Any, NamedTuple
