@@ -185,7 +185,6 @@ def test_masks_that_do_not_fit_are_refused(unchecked):
     arrays = drawn((2, 5, 7), HEADS["gqa"])
     wrongs: dict[str, Any] = {
         r"mask: got query_places of shape": Mask(query_places=np.zeros((2, 7), np.int32)),
-        r"mask: got key_places of shape": Mask(key_places=np.zeros((3, 7), np.int32)),
         r"mask: got allowed of shape": Mask(allowed=np.zeros((2, 1, 7, 5), bool)),
         r"allowed: got float32; expected an array of bool": Mask(allowed=np.zeros((2, 1, 5, 7), np.float32)),
         r"query_places of float32; expected an array of integers": Mask(query_places=np.zeros((2, 5), np.float32)),

@@ -104,7 +104,7 @@ def big(root: Path) -> tuple[list[TensorEntry], dict, dict[str, np.ndarray]]:
     return entries, {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}, tensors
 
 
-def test_threads_fill_what_one_thread_fills(tmp_path, monkeypatch):
+def test_threads_fill_what_one_thread_fills_and_name_the_first_wrong_tensor(tmp_path, monkeypatch):
     entries, expected, tensors = big(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
     params = load_weights(SafetensorsSource(tmp_path), entries, expected)
@@ -113,13 +113,9 @@ def test_threads_fill_what_one_thread_fills(tmp_path, monkeypatch):
     assert np.array_equal(params["embed"], tensors["embed"])
     assert np.array_equal(params["norm"], tensors["norm"])
 
-
-def test_the_first_wrong_tensor_is_named_whatever_the_threads_do(tmp_path, monkeypatch):
-    entries, expected, tensors = big(tmp_path)
     for layer in (2, 5):
         tensors[f"layers.{layer}.w"][600, 7] = np.nan
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
     with pytest.raises(WeightsError, match=r"'layers\.2\.w': got nan at \[600, 7\]"):
         load_weights(SafetensorsSource(tmp_path), entries, expected)
 
@@ -127,21 +123,17 @@ def test_the_first_wrong_tensor_is_named_whatever_the_threads_do(tmp_path, monke
 # ---------------------------------------------------------------------------------------- files that are not as said
 
 
-def test_a_file_cut_short_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+def test_a_file_that_changes_or_ends_while_it_is_read_is_an_error_and_no_signal(tmp_path):
     entries, expected, _ = big(tmp_path)
-    source = SafetensorsSource(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 1 << 20)
-    with pytest.raises(
-        WeightsError, match=r"model\.safetensors: got the end of the file; expected \d+ bytes from byte \d+ on"
-    ):
-        load_weights(source, entries, expected)
-
-
-def test_a_file_written_to_while_it_is_read_is_an_error(tmp_path):
-    entries, expected, _ = big(tmp_path)
-    source, path = SafetensorsSource(tmp_path), tmp_path / "model.safetensors"
-    content = path.read_bytes()
+    path = tmp_path / "model.safetensors"
+    source, content = SafetensorsSource(tmp_path), path.read_bytes()
     path.write_bytes(content)  # the same again: nobody could tell from some other content in time
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     with pytest.raises(WeightsError, match="was written to while it was read"):
+        load_weights(source, entries, expected)
+
+    source = SafetensorsSource(tmp_path)
+    os.truncate(path, 1 << 20)
+    ends = r"model\.safetensors: got the end of the file; expected \d+ bytes from byte \d+ on"
+    with pytest.raises(WeightsError, match=ends):
         load_weights(source, entries, expected)

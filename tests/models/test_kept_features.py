@@ -49,4 +49,3 @@ def test_a_chunk_is_made_from_what_the_store_kept(tiny, tmp_path):
         assert np.array_equal(again.kv[name], value)
     with pytest.raises(InputError, match="features: got shape"):
         kvp.make_chunk(backbone, [image, image], encoder=features)
-    assert kvp.make_chunk(backbone, [[3, 1]], keep_encoder=True).encoder is None

@@ -1,7 +1,4 @@
-"""Linear attention in blocks equals its rule token by token in float64, and what it keeps of tokens composes.
-
-First the rule alone, then a tiny model: its state, its map and the convolution's tail, however tokens are run.
-"""
+"""Linear attention in blocks equals its rule token by token in float64, and what it keeps of tokens composes."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,7 +13,6 @@ import pytest
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PARTS, Buckets, EngineKV, compose, to_engine, transition_of
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.models import pad_rows
 from kvpatch_jax.models.decoder.delta_rule import delta_rule
 from tests.shared.examples import examples
 from tests.shared.tolerances import assert_close_to_largest
@@ -82,7 +78,7 @@ def difference(value: Any, expected: Any) -> float:
     return float((np.linalg.norm(value - expected, axis=(-3, -1)) / np.maximum(norms, 1e-30)).max())
 
 
-rule = jax.jit(delta_rule, static_argnames="with_map")
+rule = jax.jit(delta_rule)
 
 
 def assert_rule(inputs: Inputs, state: np.ndarray, counted: np.ndarray, bar: float) -> Any:
@@ -129,28 +125,10 @@ def test_hard_numbers_stay_exact(hard):
     assert np.isfinite(rule(*inputs._replace(log_decay=inputs.log_decay * 1e4), state, counted=every).output).all()
 
 
-def test_padding_changes_no_bit():
-    """Whatever the padding holds, and wherever it is; and padding alone is the transition of no tokens."""
-    rng = np.random.default_rng(4)
-    inputs = drawn(rng)
-    state = rng.normal(size=(ROWS, KEY, HEADS, VALUE)).astype(np.float32)
-    counted = rng.uniform(size=(ROWS, LENGTH)) < 0.7
-    counted[1] = False
-    spoilt = [np.where(counted.reshape(ROWS, LENGTH, *[1] * (array.ndim - 2)), array, np.nan) for array in inputs]
-    first, second = rule(*inputs, state, counted=counted), rule(*spoilt, state, counted=counted)
-    for name in ("map", "state", "after"):
-        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
-    np.testing.assert_array_equal(np.asarray(first.output)[counted], np.asarray(second.output)[counted])
-    np.testing.assert_array_equal(first.after[1], state[1])
-    np.testing.assert_array_equal(first.state[1], 0)
-    np.testing.assert_array_equal(np.asarray(first.map)[1], np.broadcast_to(np.eye(KEY)[:, None], (KEY, HEADS, KEY)))
-
-
 def test_tokens_in_turn_equal_all_at_once():
-    """As an answer is decoded: each token behind the state that the last one left; no map where none is asked for."""
+    """As an answer is decoded: each token behind the state that the last one left."""
     rng = np.random.default_rng(1)
-    inputs = drawn(rng, (-3, 0), 5)
-    state = rng.normal(size=(ROWS, KEY, HEADS, VALUE)).astype(np.float32)
+    inputs, state = drawn(rng, (-3, 0), 5), rng.normal(size=(ROWS, KEY, HEADS, VALUE)).astype(np.float32)
     expected, reached = by_token(inputs, state), state
     for t in range(5):
         ran = rule(*(array[:, t : t + 1] for array in inputs), reached)
@@ -159,7 +137,6 @@ def test_tokens_in_turn_equal_all_at_once():
         assert difference(ran.after, np.asarray(ran.state) + mapped) < 1e-6
         reached = np.asarray(ran.after)
     assert difference(reached, expected["after"]) < 1e-6
-    assert jax.eval_shape(functools.partial(delta_rule, with_map=False), *inputs).map is None
 
 
 # ------------------------------------------------------------------------------------------------- a tiny model
@@ -175,17 +152,12 @@ def backbone(tiny):
 @pytest.fixture(scope="module")
 def tokens(backbone):
     """More than a block of the rule, and no multiple of one."""
-    return embedded(backbone, T)
+    return backbone.embed(((np.arange(T)[None] * 37 + 11) % 290 + 3).astype(np.int32))
 
 
 @pytest.fixture(scope="module")
 def full(backbone, tokens):
     return backbone.prefill(tokens, logits="all")
-
-
-def embedded(backbone, length, first=0):
-    ids = (np.arange(length)[None] * 37 + 11 + first) % 290 + 3
-    return backbone.embed(ids.astype(np.int32))
 
 
 def engine(backbone, out, tokens):
@@ -233,7 +205,7 @@ def test_stretches_equal_one_piece(backbone, tokens, full):
 
 @pytest.mark.nightly
 def test_padding_changes_nothing(backbone, tokens, full):
-    """Of a prompt and of the context in front of it, padded to buckets, and of rows of unequal lengths."""
+    """Of a prompt and of the context in front of it, padded to buckets."""
     padded = backbone.with_buckets(Buckets(smallest=64))
     out = padded.prefill(tokens, logits="all")
     close(out.logits, full.logits, "logits")
@@ -241,12 +213,6 @@ def test_padding_changes_nothing(backbone, tokens, full):
     first, second = tokens.take(0, 70), tokens.take(70, T)
     after = padded.prefill(second, engine(padded, padded.prefill(first), first), logits="all")
     close(after.logits, full.logits[:, 70:], "logits behind a context")
-
-    short = embedded(backbone, 40, first=5)
-    rows, lengths = pad_rows([tokens, short])
-    answers = padded.generate(rows, 6, lengths=lengths)
-    assert np.array_equal(answers[0], padded.generate(tokens, 6)[0])
-    assert np.array_equal(answers[1], padded.generate(short, 6)[0])
 
 
 @pytest.mark.nightly

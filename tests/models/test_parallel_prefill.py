@@ -1,78 +1,39 @@
 """Chunks prefilled apart over devices, with chosen tokens recomputed, answer as one device does.
 
-Cases of four devices run in a program of their own (`parallel_cases.py`), whose facts are asserted here.
+What needs four devices is in `parallel_cases.py`, run in a process of its own.
 """
-
-from typing import Any, get_args
 
 import jax
 import numpy as np
 import pytest
 
-from kvpatch_jax.backbone import LayerAttention
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from kvpatch_jax.models.attention import Mask
 from kvpatch_jax.models.parallel import prefill_chunks_apart, read_question, readouts, spread_backbone
 from kvpatch_jax.models.parallel.prefill import lay_out
 from kvpatch_jax.models.random_weights import random_backbone
-from kvpatch_jax.repair import Reading, attention_scores
-from tests.models.parallel_cases import CASES, SMALL, case, sequence
-from tests.models.test_sharding import facts_of
+from tests.models.parallel_cases import SMALL, check, sequence
 from tests.shared.arrays import placed
-
-BAR = 1e-5
-
-
-def check_equal(result: dict[str, Any]) -> None:
-    """Selection is the same, and all results are within the bar."""
-    assert result["same_tokens"]
-    assert {"logits"} < result["errors"].keys()
-    worst = max(result["errors"], key=result["errors"].__getitem__)
-    assert result["errors"][worst] <= BAR, f"{worst}: off by {result['errors'][worst]:.2e}"
 
 
 @pytest.mark.usefixtures("highest_precision")
 def test_chunks_of_one_device_answer_as_its_joined_caches():
-    check_equal(case(random_backbone(SMALL), 2, (10, 10, 10, 10), jax.devices()[:1]))
-
-
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    return facts_of("parallel_cases", *CASES, "budgets", devices=4)
+    check(random_backbone(SMALL), 2, (10, 10, 10, 10), jax.devices()[:1])
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
-def test_heads_latents_and_images_over_devices_answer_as_one_device(facts, name):
-    check_equal(facts[name])
-
-
-@pytest.mark.nightly
-def test_only_chosen_tokens_change_and_all_of_them_are_a_prefill(facts):
-    budgets = facts["budgets"]
-    check_equal(budgets["nothing"])
-    assert budgets["untouched"]
-    assert budgets["everything"] <= BAR
-    assert budgets["others_keep_their_bits"]
-    assert budgets["chosen_change"]
-    assert budgets["prepared"] <= BAR  # of KV that was available
-
-
-@pytest.mark.parametrize(
-    ("tokens", "chunks", "message"),
-    [
-        (40, (9, 11, 12, 9), "a multiple of 4 of them, each at least 1, that add up to 40"),
-        (40, (20, 20), "a multiple of 4"),
-        (40, (0, 20, 12, 8), "each at least 1"),
-        (3, None, "at least one for each of 4 devices"),
-    ],
-)
-def test_chunks_that_do_not_fit_are_refused(tokens, chunks, message):
-    with pytest.raises(InputError, match=f"got .*; expected .*{message}"):
-        lay_out(tokens, 4, chunks)
+def test_chunks_of_four_devices_answer_as_on_one(run_over_devices):
+    run_over_devices("parallel_cases.py", 4, "nightly")
 
 
 def test_bad_input_is_refused(unchecked):
+    for tokens, chunks, message in (
+        (40, (9, 11, 12, 9), "a multiple of 4 of them, each at least 1, that add up to 40"),
+        (40, (0, 20, 12, 8), "each at least 1"),
+        (3, None, "at least one for each of 4 devices"),
+    ):
+        with pytest.raises(InputError, match=f"got .*; expected .*{message}"):
+            lay_out(tokens, 4, chunks)
     backbone, devices = random_backbone(SMALL), jax.devices()[:1]
     windowed = random_backbone(SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
     over, (context, question) = spread_backbone(backbone, devices), sequence(backbone, 2, (10, 10, 10, 10))
@@ -85,27 +46,6 @@ def test_bad_input_is_refused(unchecked):
         read_question(over, cache, question, ratio=1.2)
     with pytest.raises(ShapeError, match="question: got 1 rows; expected the context's 2"):
         read_question(over, cache, sequence(backbone, 1, (20, 20))[1], ratio=0.1)
-
-
-@pytest.mark.parametrize("reading", get_args(Reading))
-def test_scores_are_the_reductions_of_paper_and_code(reading):
-    rng = np.random.default_rng(3)
-    B, T, N, K, H, S = 2, 3, 4, 2, 8, 10
-    query, keys = rng.standard_normal((B, T, N, H)), rng.standard_normal((B, S, K, H))
-    allowed = np.broadcast_to(np.arange(S) <= S - T + np.arange(T)[:, None], (B, 1, T, S))
-    seen = LayerAttention(placed(query, "float32"), placed(keys, "float32"), placed(allowed), 0.5)
-    scores = jax.jit(attention_scores, static_argnums=(1, 2))(seen, reading, S - T)
-
-    # Query head n reads KV head n // 2.
-    weights = np.einsum("BTNH,BSNH->BNTS", query, np.repeat(keys, N // K, axis=2)) * 0.5
-    weights = np.where(allowed, np.exp(weights), 0)
-    weights = (weights / weights.sum(-1, keepdims=True))[..., : S - T]
-    expected = {
-        "mass": weights.mean(1).sum(1),
-        "norm": np.sqrt((weights.mean(1) ** 2).sum(1)),
-        "head_norm": np.sqrt((weights**2).sum((1, 2))),
-    }[reading]
-    np.testing.assert_allclose(scores, expected, rtol=2e-6)
 
 
 def test_queries_taken_in_blocks_read_the_same(monkeypatch):

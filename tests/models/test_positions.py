@@ -51,14 +51,6 @@ def test_a_prompt_in_parts_has_the_ids_and_positions_of_transformers(tiny):
         assert np.array_equal(prompt[name], gold[name]), name
 
 
-def test_an_image_moves_the_counter_by_its_longer_side():
-    ids = np.array([1, 2, *[IMAGE] * 6, 3], np.int32)
-    positions = get_rope_positions(ids, np.array([[1, 4, 6]]), None, None, OMNI)
-    patches = [[2, 2 + row, 2 + column] for row in range(2) for column in range(3)]
-    assert positions.tolist() == [[0] * 3, [1] * 3, *patches, [5] * 3]
-    assert positions.dtype == np.int32
-
-
 @pytest.mark.parametrize(("rule", "after"), [("max", 5), ("hf5", 2)])
 def test_a_video_stands_at_its_seconds(rule, after):
     ids = np.array([1, *[VIDEO] * 3, 3], np.int32)
