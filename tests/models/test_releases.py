@@ -67,13 +67,6 @@ def test_deepseek_vl2_has_the_published_sizes(size, billions):
     assert "bfloat16" in {str(leaf.dtype) for leaf in leaves}
 
 
-def test_phi_3_visions_configuration_is_read():
-    config = FAMILIES["Phi3VForCausalLM"].config(RELEASED["microsoft/Phi-3-vision-128k-instruct"].config, "exact", None)
-    assert (config.vision.side, config.tile_side, config.vision.layers_run) == (24, 12, 23)
-    assert (config.text.rope.scaling.kind, config.text.window, config.whole_first) == ("longrope", 131072, False)
-    assert config.image_token == 32044
-
-
 def without_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
 
