@@ -6,7 +6,6 @@ Kimi-K2.5's alone runs.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
-import hashlib
 import json
 import string
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import transformers as hf
 import transformers.models.smolvlm.processing_smolvlm as smolvlm_texts
 from PIL import Image
-from redraw import digest, draw_frames, draw_image, redraw_all, standard_values
+from redraw import bits, digest, draw_frames, draw_image, draw_waves, redraw_all
 from table import AUDIO, AUDIO_END, AUDIO_START, END, IMAGE, START, VIDEO
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
@@ -261,10 +260,6 @@ SAMPLED = [
 ]
 
 
-def bits(array: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
-
-
 def video_processors(family: str):
     """The family's processor with its tiny settings and a tokenizer of characters, and its video processor."""
     form, video = VIDEOS[family]
@@ -427,19 +422,7 @@ def make_glm_frames() -> None:
     np.savez_compressed(HERE / "glm4v" / "frames.npz", **found)
 
 
-SECONDS = (0.93, 0.31)
 TALK = "Hear <|audio|> and see <|video|> and <|image|> now"
-
-
-def waves() -> list[np.ndarray]:
-    """Two sounds of unequal lengths at 16 000 samples a second."""
-    found = []
-    for number, seconds in enumerate(SECONDS):
-        size = int(seconds * 16000)
-        times = np.arange(size) / 16000
-        noise = standard_values(f"gemma4 sound {number}", size)
-        found.append((0.3 * np.sin(2 * np.pi * (300 + 900 * times) * times) + 0.05 * noise).astype(np.float32))
-    return found
 
 
 def make_gemma4() -> None:
@@ -454,7 +437,7 @@ def make_gemma4() -> None:
     found["digest.pixel_values_videos"] = digest(out["pixel_values_videos"].numpy())
     found["video_timestamps"] = np.asarray(out["video_metadata"][0].timestamps)
     np.savez_compressed(HERE / "gemma4" / "frames.npz", **found)
-    given = {"images": [[Image.fromarray(image)]], "audio": [waves()[1]], "return_tensors": "np"}
+    given = {"images": [[Image.fromarray(image)]], "audio": [draw_waves()[1]], "return_tensors": "np"}
     out = processor(text=[TALK], **shown, **given)
     kept = {"text": TALK, "input_ids": np.asarray(out["input_ids"])[0].tolist()}
     (HERE / "gemma4" / "media.json").write_text(json.dumps(kept) + "\n")
