@@ -187,7 +187,6 @@ TENSORS: dict[str, Any] = {
     "blk.0.ffn_up.weight": np.ones((2, 2), np.float32),
     "blk.0.attn_v.weight": (4096, (16, 32), b""),
     "rope_freqs.weight": np.ones(3, np.float32),
-    "blk.1.ffn_norm.weight": None,
 }
 
 
@@ -197,13 +196,10 @@ TENSORS: dict[str, Any] = {
         ({"general.architecture": "gemma2"}, "architecture 'gemma2'; expected one of llama, qwen2, gemma3"),
         ({"split.count": 3}, "got one of 3 files"),
         ({"llama.expert_count": 8}, r"got llama\.expert_count = 8, which this library does not know"),
-        ({"llama.block_count": 3}, r"no tensor 'model\.layers\.2\."),
-        ({"llama.embedding_length": 64}, r"embed_tokens\.weight' of shape \(40, 32\); expected \(40, 64\)"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope', which is not read"),
         ("blk.0.ffn_up.weight", r"mlp\.up_proj\.weight' of shape \(2, 2\)"),
         ("blk.0.attn_v.weight", "4096.* is not a valid GGMLQuantizationType"),
         ("rope_freqs.weight", r"'rope_freqs\.weight' of shape \(3,\) .*expected 4"),
-        ("blk.1.ffn_norm.weight", r"no tensor 'model\.layers\.1\.post_attention_layernorm\.weight'"),
     ],
 )
 def test_metadata_and_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, message):
@@ -212,7 +208,6 @@ def test_metadata_and_tensors_that_do_not_fit_are_refused_by_name(tmp_path, chan
         metadata |= change
     else:
         tensors[change] = TENSORS[change]
-    tensors = {name: value for name, value in tensors.items() if value is not None}
     with pytest.raises((ConfigError, WeightsError), match=message):
         load(write_gguf(tmp_path / "m.gguf", metadata, tensors))
 
