@@ -59,36 +59,29 @@ def test_an_argument_that_is_none_is_refused(tiny_directory, options, message):
     refused(tiny_directory("internvl"), f"load: got {message}", **options)
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("/nowhere")
-
-
-def vast_header(path: Path) -> None:
-    path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
-
-
-def pointer(path: Path) -> None:
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+CONTENTS = {
+    "vast header": struct.pack("<Q", 1 << 62) + b"{}",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\n",
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "message"),
+    ("name", "content", "message"),
     [
-        (CONFIG, pipe, "no plain file of at most"),
-        (CONFIG, dangling, "a link to nothing; expected a Hugging Face"),
-        (CONFIG, pointer, "a pointer of Git LFS; .*`git lfs pull` fetches it"),
-        (WEIGHTS, pipe, "a broken link or no plain file"),
-        (WEIGHTS, pointer, "got a pointer of Git LFS: `git lfs pull` fetches"),
-        (WEIGHTS, vast_header, "damaged"),
+        (CONFIG, "pipe", "no plain file of at most"),
+        (CONFIG, "link", "a link to nothing; expected a Hugging Face"),
+        (CONFIG, "pointer", "a pointer of Git LFS; .*`git lfs pull` fetches it"),
+        (WEIGHTS, "pipe", "a broken link or no plain file"),
+        (WEIGHTS, "pointer", "got a pointer of Git LFS: `git lfs pull` fetches"),
+        (WEIGHTS, "vast header", "damaged"),
     ],
 )
-def test_what_is_no_file_of_its_kind_is_refused(directory, name, make, message):
+def test_what_is_no_file_of_its_kind_is_refused(directory, name, content, message):
     (directory / name).unlink()
-    make(directory / name)
+    if content in CONTENTS:
+        (directory / name).write_bytes(CONTENTS[content])
+    else:
+        os.mkfifo(directory / name) if content == "pipe" else (directory / name).symlink_to("/nowhere")
     refused(directory, message, ConfigError if name == CONFIG else WeightsError)
 
 

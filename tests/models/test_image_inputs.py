@@ -8,9 +8,9 @@ import pytest
 
 from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models import FAMILIES, load
+from kvpatch_jax.models import FAMILIES
 from kvpatch_jax.models.inputs.processors import CONFIG_FILE, PROCESSOR_FILE, process_images
-from tests.goldens.load import GOLDENS, write_chatting
+from tests.goldens.load import GOLDENS
 from tests.goldens.redraw import standard_values
 
 VISIONS = {name: family.vision for name, family in FAMILIES.items() if family.vision is not None}
@@ -100,7 +100,6 @@ def test_processor_config_counts_before_preprocessor_config(tmp_path):
     [
         (QWEN, {"patch_size": "14"}),
         ("Gemma4ForConditionalGeneration", {"max_soft_tokens": 77}),
-        ("KimiVLForConditionalGeneration", {"do_resize": False}),
         ("Phi3VForCausalLM", {"crop_size": 0}),
     ],
 )
@@ -169,17 +168,13 @@ def test_the_orientation_is_applied():
 
 
 def test_transparency_is_laid_over_white_however_an_image_comes(tmp_path):
-    """One rule, the processors': as a file, a PIL image or an array, in `prepare` and in `chat`."""
+    """One rule, the processors': as a file, a PIL image or an array."""
     from PIL import Image
 
     pixels = np.zeros((16, 16, 4), np.uint8)
     pixels[..., 0], pixels[:8, :, 3] = 200, 255
-    path, directory = tmp_path / "clear.png", write_chatting("llava", tmp_path / "llava")
-    Image.fromarray(pixels, "RGBA").save(path)
-    for source in (path, Image.open(path), pixels):
+    Image.fromarray(pixels, "RGBA").save(tmp_path / "clear.png")
+    expected = process_images([tmp_path / "clear.png"], tiny())["pixel_values"]
+    for source in (tmp_path / "clear.png", Image.open(tmp_path / "clear.png"), pixels):
         np.testing.assert_array_equal(decoded(source)[8:], np.full((8, 16, 3), 255, np.uint8))
-    backbone = load(directory)
-    expected = backbone.prepare([path])["pixel_values"]
-    for image in (path, str(path), pixels, Image.open(path)):
-        message = {"role": "user", "content": [{"type": "image", "image": image}]}
-        np.testing.assert_array_equal(backbone.chat([message])["pixel_values"], expected)
+        np.testing.assert_array_equal(process_images([source], tiny())["pixel_values"], expected)

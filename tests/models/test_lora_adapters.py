@@ -38,10 +38,6 @@ def factors(*modules: str, rank: int = 2, prefix: str = "base_model.model.") -> 
     return redraw_all(shapes)
 
 
-def same(name: str) -> str:
-    return name
-
-
 def opened(directory: Path, adapter: Path) -> Any:
     """The source of a directory's tensors with an adapter merged."""
     raw = json.loads((directory / "config.json").read_text())
@@ -76,7 +72,7 @@ def test_regions_are_those_of_the_formula(stored, tiny_directory, tmp_path):
         name: value.astype(stored) for name, value in load_file(tiny_directory("qwen2") / "model.safetensors").items()
     }
     save_file(tensors, folder / "model.safetensors")
-    source = LoRASource(SafetensorsSource(folder), write_adapter(tmp_path / "a", factors(QUERY, VALUE)), same)
+    source = LoRASource(SafetensorsSource(folder), write_adapter(tmp_path / "a", factors(QUERY, VALUE)), str)
     for module in (QUERY, VALUE):
         name = f"{module}.weight"
         up, down = (redraw(f"base_model.model.{module}.lora_{part}.weight", shape).astype(float) for part, shape in
@@ -147,7 +143,7 @@ def test_a_head_that_was_trained_is_no_longer_tied(tiny_directory, tmp_path):
 def test_other_kinds_of_adapters_are_refused_by_name(config, message, tiny_directory, tmp_path):
     adapter = write_adapter(tmp_path / "a", factors(QUERY), **config)
     with pytest.raises(ConfigError, match=message):
-        LoRASource(SafetensorsSource(tiny_directory("qwen2")), adapter, same)
+        LoRASource(SafetensorsSource(tiny_directory("qwen2")), adapter, str)
 
 
 ALL = factors(QUERY)
@@ -180,7 +176,4 @@ def test_directories_that_hold_no_adapter(tiny_directory, tmp_path):
         models.load(adapter)
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
     with pytest.raises(WeightsError, match=r"adapter_model\.safetensors: got .*No such file"):
-        models.load(tiny_directory("qwen2"), adapter=adapter)
-    (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-    with pytest.raises(WeightsError, match="damaged"):
         models.load(tiny_directory("qwen2"), adapter=adapter)

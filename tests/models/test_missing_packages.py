@@ -31,16 +31,16 @@ def read_gguf(root: Path) -> None:
     load(write_gguf(root / "m.gguf", metadata_of("llama"), converted(tiny_tensors("llama"), "llama")))
 
 
-def ask_hub(root: Path) -> None:
-    load("someone/tiny-model")
-
-
 @pytest.mark.parametrize(
     ("packages", "use", "message"),
     [
         (["PIL", "PIL.Image", "PIL.ImageOps"], read_image, r"Pillow: got .*pip install 'kvpatch_jax\[models\]'"),
         (["tokenizers"], read_tokenizer, r"tokenizers: got .*pip install 'kvpatch_jax\[models\]'"),
-        (["huggingface_hub"], ask_hub, r"huggingface_hub: .*pip install 'kvpatch_jax\[models\]'"),
+        (
+            ["huggingface_hub"],
+            lambda _: load("someone/tiny-model"),
+            r"huggingface_hub: .*pip install 'kvpatch_jax\[models\]'",
+        ),
         (["gguf", "gguf.gguf_reader"], read_gguf, r"gguf.*: got .*kvpatch_jax\[gguf\]"),
     ],
 )

@@ -235,6 +235,3 @@ def test_fused_layouts_are_told_apart_where_one_tensor_is_as_long_as_wide(width,
     shapes = {name: shape if layout == "rows" else (3, shape[2], shape[1]) for name, shape in rows.items()}
     named = {f"model.layers.{layer}.mlp.experts.{name}": shapes[name] for layer in range(3) for name in shapes}
     assert expert_layout(config, named, "model.") == layout
-    named["model.layers.0.mlp.experts.down_proj"] = (3, 2, 2)
-    with pytest.raises(WeightsError, match=r"down_proj \(3, 2, 2\); expected"):
-        expert_layout(config, named, "model.")

@@ -223,7 +223,6 @@ def test_without_a_known_tokenizer_text_is_refused_and_tokens_are_taken(tmp_path
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (tokenizer_metadata(tokens=["a"] * 24), r"tokenizer\.ggml\."),
         (tokenizer_metadata(bos_token_id=99, add_bos_token=True), r"tokenizer\.ggml\."),
         (sentencepiece_metadata(scores=[0.0, 1.0]), "scores: got 2 numbers; expected 269"),
     ],
