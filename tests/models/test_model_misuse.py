@@ -15,7 +15,6 @@ from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, ShapeError
 from kvpatch_jax.models import load
 
 T = 10
-"""Also twice a chunk's tokens, so that contexts of either make run the same programs."""
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -96,7 +95,9 @@ def test_a_question_that_was_not_moved_is_refused_unless_the_mask_hides_what_is_
     second = rows._replace(positions=np.stack([moved.positions[0], rows.positions[1]]))
     refused(InputError, "row 1 at position 0", lambda: backbone.prefill(second, two))
 
-    # The first row has no context: the other's is longer.
+    # Padding in front stands at 0; a row that the mask keeps from the context has none.
+    padded = moved._replace(positions=moved.positions * (np.arange(T) > 2)[:, None])
+    assert np.isfinite(backbone.prefill(padded, two).logits).all()
     mask = np.concatenate([np.ones((2, 1, T, T), bool), np.tri(T, dtype=bool)[None, None].repeat(2, 0)], axis=3)
     mask[0, ..., :T] = False
     beside = rows._replace(positions=np.stack([rows.positions[0], moved.positions[1]]))
