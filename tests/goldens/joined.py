@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from redraw import redraw_all
-from table import IMAGE
 from torch.nn import functional
 from transformers import (
     CLIPVisionConfig,
@@ -28,6 +26,9 @@ from transformers import (
 )
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextModel
+
+from tests.goldens.redraw import redraw_all
+from tests.goldens.table import IMAGE
 
 EAGER = {"attn_implementation": "eager"}
 TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.goldens.redraw import draw_image, draw_numbers, redraw_all
-from tests.goldens.table import FAMILIES, MELS, Both, Clip, Picture, Sound, merged
+from tests.goldens.table import FAMILIES, MELS, Both, Clip, Picture, Row, Sound, merged
 
 GOLDENS = Path(__file__).parent
 
@@ -50,8 +50,13 @@ def golden_images(family: str, case: str) -> list[np.ndarray]:
 
 def drawn_inputs(family: str, case: str) -> dict[str, np.ndarray]:
     """Returns what a case's videos and sounds (and Kimi's images) are: drawn patches and log-mel features."""
-    row, inputs = FAMILIES[family], {}
-    parts = row.cases[case] if case in row.cases else row.positions[case]
+    row = FAMILIES[family]
+    return drawn_parts(row, case, row.cases[case] if case in row.cases else row.positions[case])
+
+
+def drawn_parts(row: Row, case: str, parts: list[Any]) -> dict[str, np.ndarray]:
+    """Returns the same of the parts of any prompt."""
+    family, inputs = row.family, {}
     grids = [part.grid for part in parts if isinstance(part, Clip | Both)]
     if grids:
         drawn = [draw_numbers(f"{case} video {number}", int(np.prod(grid)), 96) for number, grid in enumerate(grids)]

@@ -1,6 +1,6 @@
 """Makes the goldens of the tiny models in `table.py` with transformers 5.24 and torch (CPU, float32, eager attention).
 
-    python tests/goldens/make.py [family …]
+    python -m tests.goldens.make [family …]
 
 Needs torch, transformers, Pillow and safetensors, and no network. README.md beside this file names the arrays.
 """
@@ -19,20 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from held_out import AXES, settings
-from joined import DeepseekVL2, Phi3V
 from PIL import Image
-from redraw import digest, draw_image, draw_numbers, redraw_all
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from table import (
+
+from tests.goldens.held_out import AXES, settings
+from tests.goldens.joined import DeepseekVL2, Phi3V
+from tests.goldens.load import GOLDENS, drawn_parts
+from tests.goldens.redraw import digest, draw_image, draw_numbers, redraw_all
+from tests.goldens.table import (
     AUDIO,
     AUDIO_END,
     AUDIO_START,
     END,
     FAMILIES,
     IMAGE,
-    MELS,
     START,
     VIDEO,
     Both,
@@ -43,7 +44,6 @@ from table import (
     words,
 )
 
-HERE = Path(__file__).parent
 STEPS, LONG = 6, 200
 DIRECTIONS = draw_numbers("directions", 320, 16)
 NAMED = ("qwen2_vl", "qwen2_5_vl", "llava", "llava_next", "internvl", "gemma3", "mistral3", "pixtral")
@@ -54,7 +54,7 @@ JOINED = {"phi3_v": Phi3V, "deepseek_vl2": DeepseekVL2, "deepseek_vl2_tiny": Dee
 
 def processor_of(row: Row) -> Any:
     """Returns the image processor without torchvision by the settings in the family's folder, or None."""
-    path = HERE / row.family / "preprocessor_config.json"
+    path = GOLDENS / row.family / "preprocessor_config.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     # PixtralProcessor sets the patch size to what a token shows.
     known |= {"patch_size": 8} if row.family == "mistral3" else {}
@@ -99,13 +99,15 @@ class Prompt:
         self.ids: list[int] = []
         self.kinds: list[int] = []
         self.inputs: dict[str, Any] = {}
-        self.seconds = [part.seconds for part in parts if isinstance(part, Clip | Both)]
         self.joint = any(isinstance(part, Both) for part in parts)
+        drawn = {name: torch.from_numpy(value) for name, value in drawn_parts(row, case, parts).items()}
+        drawn = {name: value.long() if value.dtype == torch.int32 else value for name, value in drawn.items()}
+        if "Omni" in row.model and "second_per_grid_ts" in drawn:
+            drawn["video_second_per_grid"] = drawn.pop("second_per_grid_ts")
+        if "pixel_values" in drawn:  # of Kimi, whose processor needs torchvision
+            self.inputs = {name: drawn.pop(name) for name in ("pixel_values", "image_grid_thw")}
         counts = self.image_tokens([part for part in parts if isinstance(part, Picture)])
-        grids = [part.grid for part in parts if isinstance(part, Clip | Both)]
-        frames = [part.frames for part in parts if isinstance(part, Sound | Both)]
-        self.add_videos(grids)
-        self.add_sounds(frames)
+        self.inputs |= drawn
         for part in parts:
             self.add(part, counts)
 
@@ -115,16 +117,12 @@ class Prompt:
             return []
         images = [Image.fromarray(draw_image(f"image {number}", *size)) for number, size in enumerate(sizes)]
         name = self.row.model
-        if name == "Kimi_K25":  # its processor needs torchvision
-            grids = [(1, size.height // 4, size.width // 4) for size in sizes]
-            pixels = draw_numbers(self.case, sum(int(np.prod(grid)) for grid in grids), 3, 4, 4)
-            self.inputs = {"pixel_values": torch.tensor(pixels), "image_grid_thw": torch.tensor(grids)}
-        elif name == "SmolVLM":
+        if name == "SmolVLM":
             out = self.processor(images=[images], return_tensors="pt", return_row_col_info=True)
             self.inputs = {name: out[name] for name in ("pixel_values", "pixel_attention_mask")}
         elif name in JOINED:
             self.inputs = self.model.process(images)
-        else:
+        elif not self.inputs:
             self.inputs = dict(self.processor(images=images, return_tensors="pt"))
         blocks = [1] * len(images)
         if "num_patches" in self.inputs:
@@ -136,29 +134,6 @@ class Prompt:
         if len(lengths) == sum(blocks):
             return [[sum(lengths[sum(blocks[:number]) :][:count])] for number, count in enumerate(blocks)]
         return [lengths]
-
-    def add_videos(self, grids: list[tuple[int, int, int]]) -> None:
-        if grids:
-            pixels = [draw_numbers(f"{self.case} video {n}", int(np.prod(g)), 96) for n, g in enumerate(grids)]
-            self.inputs["pixel_values_videos"] = torch.tensor(np.concatenate(pixels))
-            self.inputs["video_grid_thw"] = torch.tensor(grids)
-            if self.row.model in ("Qwen2_5_VL",):
-                self.inputs["second_per_grid_ts"] = torch.tensor(self.seconds)
-            if "Omni" in self.row.model:
-                self.inputs["video_second_per_grid"] = torch.tensor(self.seconds)
-
-    def add_sounds(self, frames: list[int]) -> None:
-        if not frames:
-            return
-        features, mask = np.zeros((len(frames), MELS, max(frames)), np.float32), np.zeros((len(frames), max(frames)))
-        for number, count in enumerate(frames):
-            features[number, :, :count] = draw_numbers(f"{self.case} sound {number}", MELS, count)
-            mask[number, :count] = 1
-        features, mask = torch.tensor(features), torch.tensor(mask)
-        if self.row.model == "Gemma4":
-            self.inputs |= {"input_features": features.mT.contiguous(), "input_features_mask": mask.bool()}
-        else:
-            self.inputs |= {"input_features": features, "feature_attention_mask": mask.long()}
 
     def sound_tokens(self, frames: int) -> int:
         if self.row.model == "Gemma4":
@@ -353,9 +328,8 @@ def run(row: Row, model: Any, watch: Watch, prompt: Prompt) -> dict[str, np.ndar
     }
     for name, value in prompt.inputs.items():
         value = np.asarray(value)
-        if (
-            row.family == "phi3_v" and name == "pixel_values"
-        ):  # crops that count; the small whole is torch's bicubic one
+        # Of Phi-3-vision the crops that count; the small whole image is torch's bicubic one.
+        if row.family == "phi3_v" and name == "pixel_values":
             counts = [1 + height // 16 * (width // 16) for height, width in prompt.inputs["image_sizes"].tolist()]
             value = np.concatenate([tiles[1:count] for tiles, count in zip(value, counts, strict=True)])
         if row.family in ("mistral3", "pixtral") and name == "pixel_values":
@@ -384,7 +358,7 @@ def positions_alone(row: Row, model: Any, watch: Watch, prompt: Prompt) -> dict[
 
 def make(family: str, row: Row) -> None:
     """Writes the folder of one family."""
-    out = HERE / family
+    out = GOLDENS / family
     model, shapes = build(row, out)
     watch, processor = Watch(model), processor_of(row)
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())
@@ -431,8 +405,8 @@ def make_held_out(family: str) -> None:
         kept |= {"rows": found["rows"][:2], "sums": found["logits"][:2] @ DIRECTIONS[: found["logits"].shape[1]]}
         arrays |= {f"{number}.{name}": value for name, value in kept.items()}
     arrays["written"] = np.frombuffer(json.dumps(written).encode(), np.uint8)
-    np.savez_compressed(HERE / family / "held_out.npz", **arrays)
-    print(f"{family:>20} {(HERE / family / 'held_out.npz').stat().st_size / 1024:7.1f} KiB held out")
+    np.savez_compressed(GOLDENS / family / "held_out.npz", **arrays)
+    print(f"{family:>20} {(GOLDENS / family / 'held_out.npz').stat().st_size / 1024:7.1f} KiB held out")
 
 
 def main() -> None:
@@ -441,7 +415,7 @@ def main() -> None:
     with torch.no_grad():
         if not sys.argv[1:]:
             found = {family: namings(family) for family in NAMED}
-            (HERE / "namings.json").write_text(json.dumps(found, indent=1) + "\n")
+            (GOLDENS / "namings.json").write_text(json.dumps(found, indent=1) + "\n")
         for family in sys.argv[1:] or FAMILIES:
             make(family, FAMILIES[family])
             if family in AXES:

@@ -1,12 +1,11 @@
 """Make `adapters/`: tiny LoRA adapters merged by peft (0.21.2) into the tiny models of the goldens.
 
-Run it in an environment with torch, transformers (5.23) and peft: `python tests/goldens/make_adapters.py`.
+Run it in an environment with torch, transformers (5.23) and peft: `python -m tests.goldens.make_adapters`.
 See README.md beside it.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,11 +15,8 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
-
-from tests.goldens.load import write_checkpoint  # noqa: E402
-from tests.goldens.redraw import redraw_all, standard_values  # noqa: E402
+from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.redraw import redraw_all, standard_values
 
 ATTENTION = ["q_proj", "v_proj"]
 CASES = {  # name → base, class, LoraConfig
@@ -64,9 +60,8 @@ def merge(root: Path, base: str, architecture: str, options: dict) -> tuple[dict
 
     The sum is weighted by drawn numbers; every ninth tensor that changed is there itself.
     """
-    write = write_checkpoint
     load = getattr(transformers, architecture).from_pretrained
-    checkpoint, weights = write(base, root / "base"), root / "adapter" / "adapter_model.safetensors"
+    checkpoint, weights = write_checkpoint(base, root / "base"), root / "adapter" / "adapter_model.safetensors"
     peft.get_peft_model(load(checkpoint), peft.LoraConfig(**options)).save_pretrained(weights.parent)
     shapes = {name: list(value.shape) for name, value in load_file(weights).items()}
     save_file(redraw_all(shapes), weights)
@@ -83,7 +78,7 @@ def merge(root: Path, base: str, architecture: str, options: dict) -> tuple[dict
 
 
 def main() -> None:
-    out = HERE / "adapters"
+    out = GOLDENS / "adapters"
     out.mkdir(exist_ok=True)
     for case, (base, architecture, options) in CASES.items():
         with tempfile.TemporaryDirectory() as directory, torch.no_grad():

@@ -1,15 +1,13 @@
 """Makes the goldens of what processors make of messages, images, videos and sounds. See README.md beside this file.
 
-Run it in an environment with transformers, torch, torchvision and PyAV: `python tests/goldens/make_inputs.py`. It
+Run it in an environment with transformers, torch, torchvision and PyAV: `python -m tests.goldens.make_inputs`. It
 rewrites `chat.json`, `videos/`, and in the families' folders what README.md names. Settings are those of these folders;
 Kimi-K2.5's alone runs.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
-import hashlib
 import json
 import string
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,8 +17,6 @@ import torch
 import transformers as hf
 import transformers.models.smolvlm.processing_smolvlm as smolvlm_texts
 from PIL import Image
-from redraw import digest, draw_frames, draw_image, redraw_all, standard_values
-from table import AUDIO, AUDIO_END, AUDIO_START, END, IMAGE, START, VIDEO
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
@@ -30,7 +26,10 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.video_utils import VideoMetadata
 
-HERE = Path(__file__).parent
+from tests.goldens.load import GOLDENS, golden_shapes
+from tests.goldens.redraw import bits, digest, draw_frames, draw_image, draw_waves, redraw_all
+from tests.goldens.table import AUDIO, AUDIO_END, AUDIO_START, END, IMAGE, START, VIDEO
+
 VIDEO_START, VIDEO_END = AUDIO_START, AUDIO_END
 """GLM-4V's, in the places of marks of sounds."""
 # num2words is not at hand; the numbers of frames that are asked for, in its words.
@@ -93,17 +92,20 @@ def build_tokenizer(specials: dict[str, int], starts: bool) -> Tokenizer:
     return tokenizer
 
 
-def settings_of(family: str) -> dict:
+def settings_of(family: str) -> dict[str, Any]:
     """The tiny image settings the family's own goldens were made with."""
-    return json.loads((HERE / family / "preprocessor_config.json").read_text())
-
-
-def pil(kind, family: str):
-    known = {name: value for name, value in settings_of(family).items() if not name.endswith("_type")}
-    return kind(**known)
+    settings = json.loads((GOLDENS / family / "preprocessor_config.json").read_text())
+    return {name: value for name, value in settings.items() if not name.endswith("_type")}
 
 
 CHAT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+
+
+def wrap(tokenizer: Tokenizer, names: dict[str, str]) -> Any:
+    """transformers' tokenizer around one of characters; processors ask it for special tokens by these names."""
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=names, **CHAT_TOKENS)
+
+
 TURN_MARKS = {"<|im_start|>": 310, "<|im_end|>": 311}
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_MARKS = {"<|image_pad|>": 301, "<|video_pad|>": 302, "<|vision_start|>": 303, "<|vision_end|>": 304, **TURN_MARKS}
@@ -123,15 +125,12 @@ GEMMA4_PIXELS = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 7
 CLIP_FORM = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
-def gemma4_processor(tokenizer: Any, template: str) -> Any:
+def gemma4_processor(tokenizer: Tokenizer, template: str) -> Any:
     """Gemma 4's processor around a tokenizer of characters, which is asked for marks by name."""
-    wrapped = hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer, extra_special_tokens=GEMMA4_NAMES, **CHAT_TOKENS
-    )
     videos = hf.Gemma4VideoProcessor(**GEMMA4_PIXELS, num_frames=2)
     hears = Gemma4AudioFeatureExtractor(feature_size=16, return_attention_mask=True)
     images = hf.Gemma4ImageProcessorPil(**GEMMA4_PIXELS)
-    return hf.Gemma4Processor(hears, images, wrapped, videos, chat_template=template)
+    return hf.Gemma4Processor(hears, images, wrap(tokenizer, GEMMA4_NAMES), videos, chat_template=template)
 
 
 class Form(NamedTuple):
@@ -193,26 +192,16 @@ def make_chat(family: str) -> dict:
     form = FORMS.get(family) or Form(hf.Gemma4Processor, {}, type, None, "<|image|>", CHATML, GEMMA4_MARKS)
     template = form.template.replace("IMAGE", form.image)
     tokenizer = build_tokenizer(form.marks, starts=family not in ("qwen2_5_vl", *BESIDE))
-    wrapped = hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, extra_special_tokens=NAMED.get(family, {}), **CHAT_TOKENS
-    )
+    wrapped = wrap(tokenizer, NAMED.get(family, {}))
     if family == "gemma4":
-        processor = gemma4_processor(wrapped, template)
+        processor = gemma4_processor(tokenizer, template)
     else:
         videos = {} if form.videos is None else {"video_processor": form.videos()}
-        images = pil(form.images, family)
+        images = form.images(**settings_of(family))
         processor = form.processor(images, tokenizer=wrapped, chat_template=template, **videos, **form.options)
     numbers = iter(range(len(SIZES)))
-    shown = [
-        {
-            **message,
-            "content": [
-                {**part, "image": chat_image(next(numbers))} if part["type"] == "image" else part
-                for part in message["content"]
-            ],
-        }
-        for message in MESSAGES
-    ]
+    fill = lambda part: {**part, "image": chat_image(next(numbers))} if part["type"] == "image" else part
+    shown = [{**message, "content": [fill(part) for part in message["content"]]} for message in MESSAGES]
     render = {"chat_template": template, "add_generation_prompt": True}
     text = wrapped.apply_chat_template(MESSAGES, tokenize=False, **render)
     ids = processor.apply_chat_template(shown, tokenize=True, return_dict=True, **render)["input_ids"]
@@ -251,7 +240,6 @@ VIDEOS = {
 }
 SHAPES = {"first": (5, 22, 41, 2.5), "second": (8, 33, 18, 4.0)}
 """Videos: frames, height, width, frames per second. Of the second every other frame is sampled."""
-PICTURE = (20, 41)
 EVEN = ("smolvlm", "internvl")
 # What is sampled of how many frames at which rate: (frames, rate, fps, number of frames).
 SAMPLED = [
@@ -261,31 +249,18 @@ SAMPLED = [
 ]
 
 
-def bits(array: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
-
-
 def video_processors(family: str):
     """The family's processor with its tiny settings and a tokenizer of characters, and its video processor."""
     form, video = VIDEOS[family]
     template = VIDEO_CHATML.replace("IMAGE", form.image).replace("VIDEO", video)
-    known = {name: value for name, value in settings_of(family).items() if not name.endswith("_type")}
-    known, sampled = KIMI if family == "kimi_vl" else known, {}
+    known, sampled = KIMI if family == "kimi_vl" else settings_of(family), {}
     if family == "smolvlm":
         template, sampled = smolvlm_texts.DEFAULT_CHAT_TEMPLATE, {"num_frames": 64, "fps": 1}
     built = build_tokenizer(form.marks, starts=False)
-    tokenizer = hf.PreTrainedTokenizerFast(
-        tokenizer_object=built, extra_special_tokens=NAMED.get(family, {}), **CHAT_TOKENS
-    )
     assert form.videos is not None
     video_processor = form.videos(**known, **sampled)
-    processor = form.processor(
-        form.images(**known),
-        tokenizer=tokenizer,
-        video_processor=video_processor,
-        chat_template=template,
-        **form.options,
-    )
+    parts = {"tokenizer": wrap(built, NAMED.get(family, {})), "video_processor": video_processor}
+    processor = form.processor(form.images(**known), **parts, chat_template=template, **form.options)
     return processor, video_processor, json.loads(built.to_str()), template
 
 
@@ -307,7 +282,7 @@ def make_videos(family: str) -> None:
         video_messages(family), chat_template=template, tokenize=False, add_generation_prompt=True
     )
     frames = {name: draw_frames(name, *shape[:3]) for name, shape in SHAPES.items()}
-    image = draw_frames("image", 1, *PICTURE)[0]
+    image = draw_frames("image", 1, 20, 41)[0]
     # Two processors want videos of one number of frames, so both are of the first four.
     if family in EVEN:
         frames = {name: value[:4] for name, value in frames.items()}
@@ -338,18 +313,18 @@ def make_videos(family: str) -> None:
     out |= {name: np.asarray(inputs[name]).tolist() for name in names if name in inputs}
     pixels = {name: inputs[name] for name in ("pixel_values", "pixel_values_videos") if name in inputs}
     out["pixels"] = {name: [list(value.shape), bits(value.numpy())] for name, value in pixels.items()}
-    (HERE / "videos" / f"{family}.json").write_text(json.dumps(out) + "\n")
+    (GOLDENS / "videos" / f"{family}.json").write_text(json.dumps(out) + "\n")
     if family == "kimi_vl":
-        np.savez_compressed(HERE / "videos" / f"{family}.npz", **kimi_forward(inputs))
+        np.savez_compressed(GOLDENS / "videos" / f"{family}.npz", **kimi_forward(inputs))
 
 
 def kimi_forward(inputs: Any) -> dict[str, np.ndarray]:
     """What Kimi-K2.5 computes of the prompt, some rows: of `make.py` no case has its videos."""
-    folder = HERE / "kimi_vl"
+    folder = GOLDENS / "kimi_vl"
     model = hf.AutoModelForImageTextToText.from_config(
         hf.AutoConfig.from_pretrained(folder), attn_implementation="eager"
     )
-    drawn = redraw_all(json.loads((folder / "shapes.json").read_text()))
+    drawn = redraw_all(golden_shapes("kimi_vl"))
     report = model.eval().load_state_dict(
         {name: torch.from_numpy(value) for name, value in drawn.items()}, strict=False
     )
@@ -424,28 +399,15 @@ def make_glm_frames() -> None:
             kind.replace_frame_token_id(fake, seconds, num_image_tokens=num_image_tokens)
         )
         found[f"text.{name}"] = np.array(kind.replace_video_token(fake, inputs, 0))
-    np.savez_compressed(HERE / "glm4v" / "frames.npz", **found)
+    np.savez_compressed(GOLDENS / "glm4v" / "frames.npz", **found)
 
 
-SECONDS = (0.93, 0.31)
 TALK = "Hear <|audio|> and see <|video|> and <|image|> now"
-
-
-def waves() -> list[np.ndarray]:
-    """Two sounds of unequal lengths at 16 000 samples a second."""
-    found = []
-    for number, seconds in enumerate(SECONDS):
-        size = int(seconds * 16000)
-        times = np.arange(size) / 16000
-        noise = standard_values(f"gemma4 sound {number}", size)
-        found.append((0.3 * np.sin(2 * np.pi * (300 + 900 * times) * times) + 0.05 * noise).astype(np.float32))
-    return found
 
 
 def make_gemma4() -> None:
     """`frames.npz`: a video's pixels; `media.json`: a text with a sound, a video and an image by the processor."""
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(GEMMA4_MARKS, starts=False))
-    processor = gemma4_processor(tokenizer, "")
+    processor = gemma4_processor(build_tokenizer(GEMMA4_MARKS, starts=False), "")
     frames, image = draw_frames("gemma4 video", 7, 24, 40), draw_image("image 0", 20, 41)
     known = [VideoMetadata(total_num_frames=7, fps=0.1, frames_indices=list(range(7)))]
     shown = {"videos": [torch.from_numpy(frames).permute(0, 3, 1, 2)], "video_metadata": known}
@@ -453,11 +415,11 @@ def make_gemma4() -> None:
     found = {name: out[name].numpy().astype(np.int32) for name in ("video_position_ids", "num_frames_per_video")}
     found["digest.pixel_values_videos"] = digest(out["pixel_values_videos"].numpy())
     found["video_timestamps"] = np.asarray(out["video_metadata"][0].timestamps)
-    np.savez_compressed(HERE / "gemma4" / "frames.npz", **found)
-    given = {"images": [[Image.fromarray(image)]], "audio": [waves()[1]], "return_tensors": "np"}
+    np.savez_compressed(GOLDENS / "gemma4" / "frames.npz", **found)
+    given = {"images": [[Image.fromarray(image)]], "audio": [draw_waves()[1]], "return_tensors": "np"}
     out = processor(text=[TALK], **shown, **given)
     kept = {"text": TALK, "input_ids": np.asarray(out["input_ids"])[0].tolist()}
-    (HERE / "gemma4" / "media.json").write_text(json.dumps(kept) + "\n")
+    (GOLDENS / "gemma4" / "media.json").write_text(json.dumps(kept) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ Qwen's Omni families
@@ -482,7 +444,7 @@ def write_video() -> tuple[np.ndarray, np.ndarray]:
     frames = np.stack([draw_image(f"frame {number}", 16, 24) for number in range(12)])
     times = np.arange(SAMPLES) / 16000
     samples = np.round(3000 * np.sin(2 * np.pi * 330 * times) * (times % 0.5)).astype(np.int16)
-    with av.open(HERE / "omni.mkv", "w") as file:
+    with av.open(GOLDENS / "omni.mkv", "w") as file:
         video, sound = file.add_stream("ffv1", rate=FPS), file.add_stream("flac", rate=16000, layout="mono")
         video.width, video.height, video.pix_fmt = 24, 16, "bgr0"
         for number, pixels in enumerate(frames):
@@ -501,7 +463,7 @@ def make_conversation(folder: str, kind: type, version: int) -> None:
     """`chat.json` and `chat.npz`: messages with an image, a video with its sound and a sound, by the processors."""
     # Positions need no parameters.
     with torch.device("meta"):
-        model = kind(kind.config_class.from_pretrained(HERE / folder))
+        model = kind(kind.config_class.from_pretrained(GOLDENS / folder))
     frames, heard = write_video()
     names = {3: ("audio_pad", "image_pad", "video_pad", "vision_start", "vision_end", "audio_start", "audio_end")}
     names[2] = ("AUDIO", "IMAGE", "VIDEO", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
@@ -511,18 +473,13 @@ def make_conversation(folder: str, kind: type, version: int) -> None:
     audio, image, video, *edges = tokens
     tokenizer = build_tokenizer({**marks, **TURN_MARKS}, starts=False)
     called = {f"{word}_token": token for word, token in zip(words, tokens, strict=True)}
-    wrapped = hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, extra_special_tokens=called, pad_token="</s>", eos_token="</s>", bos_token="<s>"
-    )
-    fill = {"IMAGE": edges[0] + image + edges[1], "VIDEO": edges[0] + video + edges[1]}
+    wrapped = wrap(tokenizer, called)
     template = OMNI_TEMPLATE.replace("AUDIO", edges[2] + audio + edges[3])
-    for word, text in fill.items():
-        template = template.replace(word, text)
+    template = template.replace("IMAGE", edges[0] + image + edges[1]).replace("VIDEO", edges[0] + video + edges[1])
 
-    settings = json.loads((HERE / folder / "preprocessor_config.json").read_text())
-    known = {
-        name: settings[name] for name in ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
-    }
+    settings = settings_of(folder)
+    names = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+    known = {name: settings[name] for name in names}
     size = {"shortest_edge": 256, "longest_edge": 4096}
     processor = {2: hf.Qwen2_5OmniProcessor, 3: hf.Qwen3OmniMoeProcessor}[version](
         hf.Qwen2VLImageProcessorPil(**known, size=size),
@@ -557,23 +514,23 @@ def make_conversation(folder: str, kind: type, version: int) -> None:
     }
     for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
         arrays[name] = out[name].numpy()
-    np.savez_compressed(HERE / folder / "chat.npz", **arrays)
+    np.savez_compressed(GOLDENS / folder / "chat.npz", **arrays)
     kept = {"text": text, "template": template, "tokenizer": json.loads(tokenizer.to_str()), "messages": CONVERSATION}
-    (HERE / folder / "chat.json").write_text(json.dumps(kept) + "\n")
+    (GOLDENS / folder / "chat.json").write_text(json.dumps(kept) + "\n")
     videos = {**known, "min_pixels": 256, "max_pixels": 4096, "fps": float(FPS)}
-    (HERE / folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2) + "\n")
+    (GOLDENS / folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2) + "\n")
 
 
 def main() -> None:
     torch.set_num_threads(1)
     families = {family: make_chat(family) for family in CASES}
     for family in BESIDE:
-        (HERE / family / "chat.json").write_text(json.dumps(families.pop(family)) + "\n")
+        (GOLDENS / family / "chat.json").write_text(json.dumps(families.pop(family)) + "\n")
     out = {"messages": MESSAGES, "sizes": SIZES, "families": families}
-    (HERE / "chat.json").write_text(json.dumps(out) + "\n")
+    (GOLDENS / "chat.json").write_text(json.dumps(out) + "\n")
     for family in VIDEOS:
         make_videos(family)
-    (HERE / "videos" / "sampling.json").write_text(json.dumps({"sampled": SAMPLED, "families": sampling()}) + "\n")
+    (GOLDENS / "videos" / "sampling.json").write_text(json.dumps({"sampled": SAMPLED, "families": sampling()}) + "\n")
     make_glm_frames()
     make_gemma4()
     make_conversation("qwen2_5_omni", Qwen2_5OmniThinkerForConditionalGeneration, 2)

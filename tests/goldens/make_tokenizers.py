@@ -64,13 +64,9 @@ def main() -> None:
     tokens = [bytes(map(bytes_of.__getitem__, name)) for name in sorted(vocabulary, key=vocabulary.__getitem__)]
     draw = random.Random(0)
     texts = FIXED + ["".join(draw.choices(ALPHABET, k=draw.randrange(1, 40))) for _ in range(150)]
-    names = {
-        len(tokens) + number: SPECIAL.get(number, f"<|reserved_token_{len(tokens) + number}|>") for number in range(258)
-    }
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    kimi = tiktoken.Encoding(
-        "kimi", pat_str=KIMI, mergeable_ranks=ranks, special_tokens={n: i for i, n in names.items()}
-    )
+    count, ranks = len(tokens), {token: rank for rank, token in enumerate(tokens)}
+    names = {SPECIAL.get(number, f"<|reserved_token_{count + number}|>"): count + number for number in range(258)}
+    kimi = tiktoken.Encoding("kimi", pat_str=KIMI, mergeable_ranks=ranks, special_tokens=names)
 
     qwen2 = Qwen2Tokenizer(
         vocab=vocabulary, merges=[tuple(pair) for pair in merges], unk_token=None, eos_token=None, pad_token=None
@@ -78,7 +74,7 @@ def main() -> None:
     qwen2.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<IMG_CONTEXT>"]})
     found = {
         "tokens": [base64.b64encode(token).decode() for token in tokens],
-        "special": {str(len(tokens) + number): name for number, name in SPECIAL.items()},
+        "special": {str(count + number): name for number, name in SPECIAL.items()},
         "merges": merges,
         "texts": texts,
         "kimi": [kimi.encode(text, allowed_special="all") for text in texts],

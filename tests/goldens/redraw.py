@@ -70,6 +70,22 @@ def draw_numbers(name: str, *shape: int) -> np.ndarray:
     return standard_values(name, int(np.prod(shape))).reshape(shape).astype(np.float32)
 
 
+def draw_waves() -> list[np.ndarray]:
+    """Two sounds of unequal lengths at 16 000 samples a second."""
+    out = []
+    for number, seconds in enumerate((0.93, 0.31)):
+        size = int(seconds * 16000)
+        times = np.arange(size) / 16000
+        noise = standard_values(f"gemma4 sound {number}", size)
+        out.append((0.3 * np.sin(2 * np.pi * (300 + 900 * times) * times) + 0.05 * noise).astype(np.float32))
+    return out
+
+
+def bits(array: np.ndarray) -> str:
+    """A digest of an array's bytes."""
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
+
+
 def digest(array: np.ndarray) -> np.ndarray:
     """16 bytes [16] uint8 that stand for an array's shape and numbers (float32 or int32)."""
     array = np.asarray(array)

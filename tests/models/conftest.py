@@ -40,14 +40,20 @@ def tiny_clip() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_directory(family)`: the tiny checkpoint, written once. Read only: copy before changing it."""
+    root = tmp_path_factory.mktemp("tiny")
+    return functools.cache(lambda family: write_checkpoint(family, root / family))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_directory: Callable[[str], Path]) -> Callable[..., Any]:
     """`tiny(family)`: the tiny backbone with transformers' float32 angles (or exact ones), made once."""
     from kvpatch_jax.models import load
 
     @functools.cache
     def loaded(family: str, angles: Any = "float32") -> Any:
-        directory = write_checkpoint(family, tmp_path_factory.mktemp("tiny") / family)
-        return load(directory, angles=angles, regime=REGIMES.get(family))
+        return load(tiny_directory(family), angles=angles, regime=REGIMES.get(family))
 
     return loaded
 
@@ -68,9 +74,9 @@ def golden(tiny: Callable[..., Any]) -> Callable[[str, str], Golden]:
 
 
 @pytest.fixture(scope="session")
-def qwen2_5_vl_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen2_5_vl_directory(tiny_directory: Callable[[str], Path]) -> Path:
     """The tiny Qwen2.5-VL of the goldens as a Hugging Face directory. Read only: copy before changing it."""
-    return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("checkpoints") / "qwen2_5_vl")
+    return tiny_directory("qwen2_5_vl")
 
 
 @pytest.fixture

@@ -44,9 +44,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def text(value: str | bytes) -> bytes:
-    data = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(data)) + data
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def value_bytes(value: Any) -> bytes:
@@ -63,9 +62,9 @@ def value_bytes(value: Any) -> bytes:
     return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored], version: int = 3) -> Path:
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Path:
     """Writes a file; metadata are texts, whole numbers (uint32), floats (float32), truths and lists of these."""
-    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(text(key) + value_bytes(value) for key, value in metadata.items())
     data = b""
     for name, stored in tensors.items():

@@ -1,6 +1,5 @@
 """`load` refuses what is no checkpoint, or a damaged one, by a typed error of one line, soon and in little memory."""
 
-import json
 import os
 import resource
 import shutil
@@ -20,17 +19,10 @@ SECONDS = 2.0
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny checkpoints by family. Read only."""
-    root = tmp_path_factory.mktemp("whole")
-    return {name: write_checkpoint(name, root / name) for name in ("internvl", "qwen2_5_vl")}
-
-
 @pytest.fixture
-def directory(checkpoints, tmp_path) -> Path:
+def directory(tiny_directory, tmp_path) -> Path:
     """A copy of the tiny InternVL, to be damaged."""
-    return shutil.copytree(checkpoints["internvl"], tmp_path / "model")
+    return shutil.copytree(tiny_directory("internvl"), tmp_path / "model")
 
 
 def refused(given: Any, message: str, error: type[KVPatchError] = ConfigError, **options: Any) -> None:
@@ -44,24 +36,14 @@ def refused(given: Any, message: str, error: type[KVPatchError] = ConfigError, *
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < SECONDS
 
 
-def with_config(directory: Path, part: str | None = None, **change: Any) -> Path:
-    raw = json.loads((directory / CONFIG).read_text())
-    (raw if part is None else raw[part]).update(change)
-    (directory / CONFIG).write_text(json.dumps(raw))
-    return directory
-
-
-def test_a_repository_in_the_hubs_cache_is_told_where_its_files_are(directory, tmp_path):
+def test_a_name_of_no_directory_is_refused_and_one_in_the_hubs_cache_told_where_its_files_are(directory, tmp_path):
+    refused("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory")
+    refused(Path("/nowhere/a/b"), r"got no such file; expected .*, or .*load\('owner/name'\)")
     root = tmp_path / "models--someone--tiny"
     (root / "snapshots").mkdir(parents=True)
     directory.rename(root / "snapshots" / "abc")
     refused(root, r"a repository in the hub's cache, whose files are in .*/models--someone--tiny/snapshots/abc$")
     assert load(root / "snapshots" / "abc").layout.layers == 3
-
-
-def test_a_name_of_no_directory_is_refused():
-    refused("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory")
-    refused(Path("/nowhere/a/b"), r"got no such file; expected .*, or .*load\('owner/name'\)")
 
 
 @pytest.mark.parametrize(
@@ -73,80 +55,54 @@ def test_a_name_of_no_directory_is_refused():
         ({"revision": ""}, "revision ''; expected a commit, tag or branch, or None"),
     ],
 )
-def test_an_argument_that_is_none_is_refused(checkpoints, options, message):
-    refused(checkpoints["internvl"], f"load: got {message}", **options)
+def test_an_argument_that_is_none_is_refused(tiny_directory, options, message):
+    refused(tiny_directory("internvl"), f"load: got {message}", **options)
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("/nowhere")
-
-
-def sparse_file(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 29)
-
-
-def vast_header(path: Path) -> None:
-    path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
-
-
-def pointer(path: Path) -> None:
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
-
-
-NO_PLAIN = "no plain file of at most"
+CONTENTS = {
+    "vast header": struct.pack("<Q", 1 << 62) + b"{}",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\n",
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "message"),
+    ("name", "content", "message"),
     [
-        (CONFIG, pipe, NO_PLAIN),
-        (CONFIG, endless, NO_PLAIN),
-        (CONFIG, sparse_file, NO_PLAIN),
-        (CONFIG, dangling, "a link to nothing; expected a Hugging Face"),
-        (CONFIG, pointer, "a pointer of Git LFS; .*`git lfs pull` fetches it"),
-        (WEIGHTS, pipe, "a broken link or no plain file"),
-        (WEIGHTS, dangling, "a broken link or no plain file"),
-        (WEIGHTS, pointer, "got a pointer of Git LFS: `git lfs pull` fetches"),
-        (WEIGHTS, vast_header, "damaged"),
+        (CONFIG, "pipe", "no plain file of at most"),
+        (CONFIG, "link", "a link to nothing; expected a Hugging Face"),
+        (CONFIG, "pointer", "a pointer of Git LFS; .*`git lfs pull` fetches it"),
+        (WEIGHTS, "pipe", "a broken link or no plain file"),
+        (WEIGHTS, "pointer", "got a pointer of Git LFS: `git lfs pull` fetches"),
+        (WEIGHTS, "vast header", "damaged"),
     ],
 )
-def test_what_is_no_file_of_its_kind_is_refused(directory, name, make, message):
+def test_what_is_no_file_of_its_kind_is_refused(directory, name, content, message):
     (directory / name).unlink()
-    make(directory / name)
+    if content in CONTENTS:
+        (directory / name).write_bytes(CONTENTS[content])
+    else:
+        os.mkfifo(directory / name) if content == "pipe" else (directory / name).symlink_to("/nowhere")
     refused(directory, message, ConfigError if name == CONFIG else WeightsError)
 
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 def test_more_layers_than_any_model_has_are_refused_before_they_are_counted(directory, part):
     """Reading goes through layers one by one: 10⁹ of them once took the machine's memory."""
-    message = f"num_hidden_layers {10**9}; expected at most {MOST_LAYERS} layers"
-    refused(with_config(directory, part, num_hidden_layers=10**9), message)
+    write_checkpoint("internvl", directory, **{part: {"num_hidden_layers": 10**9}})
+    refused(directory, f"num_hidden_layers {10**9}; expected at most {MOST_LAYERS} layers")
 
 
 def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(directory):
-    with_config(directory, dtype="float64")
+    write_checkpoint("internvl", directory, dtype="float64")
     refused(directory, "got dtype 'float64'; expected 'float32', 'bfloat16' or 'float16'")
     assert load(directory, dtype="bfloat16").config.text.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors"])
-def test_weights_under_another_name_are_named(directory, name):
-    (directory / WEIGHTS).rename(directory / name)
-    message = f"got {name}, which is not read; expected model.safetensors, or model.safetensors.index.json"
+def test_weights_of_another_name_or_family_are_named(directory, tiny_directory):
+    (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
+    message = r"got pytorch_model\.bin, which is not read; expected model.safetensors, or model.safetensors.index.json"
     refused(directory, message, WeightsError)
-
-
-def test_tensors_of_another_family_are_named(directory, checkpoints):
-    shutil.copy(checkpoints["qwen2_5_vl"] / WEIGHTS, directory / WEIGHTS)
+    shutil.copy(tiny_directory("qwen2_5_vl") / WEIGHTS, directory / WEIGHTS)
     refused(directory, r"got no tensor 'language_model\.model\.embed_tokens\.weight', .*expected", WeightsError)
 
 

@@ -39,14 +39,6 @@ def loaded(tmp_path_factory):
     return functools.cache(lambda family: load(write_chatting(family, tmp_path_factory.mktemp(family))))
 
 
-def laid(backbone, images, text: str) -> list[int]:
-    """The ids of a frame around images and a text."""
-    frame, ids = backbone.chat_frame(), []
-    for number, image in enumerate(images):
-        ids += [*(frame.between if number else frame.front), *backbone.prepare([image])["input_ids"][0].tolist()]
-    return [*ids, *backbone.ids([frame.before, text, frame.behind])]
-
-
 def asked(*parts) -> list[dict]:
     return [{"role": "user", "content": list(parts)}]
 
@@ -63,42 +55,31 @@ def test_two_images_in_a_conversation_equal_transformers(loaded, family):
     np.testing.assert_array_equal(backbone.embed(**prompt).positions, prompt["position_ids"])
 
 
-@pytest.mark.parametrize("family", ["gemma4", pytest.param("llava", marks=pytest.mark.nightly)])
-def test_a_frame_around_images_is_what_chat_makes(loaded, family):
-    backbone, images = loaded(family), [picture(0), picture(1)]
+def test_a_frame_around_images_is_what_chat_makes(loaded):
+    backbone, images = loaded("gemma4"), [picture(0), picture(1)]
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": "What is this?"}]
-    assert laid(backbone, images, "What is this?") == backbone.chat(asked(*content))["input_ids"][0].tolist()
+    frame = backbone.chat_frame()
+    first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
+    ids = [*frame.front, *first, *frame.between, *second, *backbone.ids([frame.before, "What is this?", frame.behind])]
+    assert ids == backbone.chat(asked(*content))["input_ids"][0].tolist()
 
 
-def test_gemma_3s_frame_is_the_text_of_its_chat(loaded):
-    """An image's blank lines are tokens of their own in a frame; in a chat one token may join them with the text's."""
-    backbone, text = loaded("gemma3"), "What is this?"
-    parts = {"type": "image", "image": picture(0)}, {"type": "text", "text": text}
-    chat = backbone.chat(asked(*parts))["input_ids"][0].tolist()
-    ids = laid(backbone, [picture(0)], text)
-    assert backbone.chat_frame().between == ()
-    assert ids != chat  # "\n" and "\n\n" here, "\n\n\n" there
-    assert backbone.text(ids) == backbone.text(chat)
-
-
-def test_text_alone_needs_no_image(loaded):
+def test_text_alone_needs_no_image_but_a_template(loaded, tmp_path):
+    with pytest.raises(InputError, match="without a chat template"):
+        load(write_checkpoint("llava", tmp_path)).chat(HELLO)
     backbone = loaded("qwen2_5_vl")
     prompt = backbone.chat([{"role": "user", "content": "hello"}], add_generation_prompt=False)
     assert set(prompt) == {"input_ids", "position_ids"}
     assert backbone.text(prompt["input_ids"][0]) == "<|im_start|>user\nhello<|im_end|>\n"
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_saved_with_the_backbone(loaded, tmp_path, family):
     """A saved directory renders the same, here and by transformers' AutoTokenizer."""
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     backbone = loaded(family)
     again = load(save(backbone, tmp_path / "saved"))
-    assert backbone.chat_template is not None
-    assert again.chat_template is not None
-    assert again.chat_template.special_tokens == backbone.chat_template.special_tokens
-    assert again.chat_template.render(messages()) == backbone.chat_template.render(messages())
     np.testing.assert_array_equal(again.chat(messages())["input_ids"], backbone.chat(messages())["input_ids"])
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     said = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}]}]
@@ -142,11 +123,6 @@ def test_a_template_that_cannot_be_rendered_is_refused(source, error, message):
         ChatTemplate(source).render(HELLO)
 
 
-def test_a_backbone_without_a_template(tmp_path):
-    with pytest.raises(InputError, match="without a chat template"):
-        load(write_checkpoint("llava", tmp_path)).chat(HELLO)
-
-
 def test_special_tokens_stand_around_the_whole_prompt(tmp_path):
     """A tokenizer that adds a start token adds it once, in front of the first image, however many texts there are."""
     from tokenizers import processors
@@ -166,10 +142,7 @@ def test_special_tokens_stand_around_the_whole_prompt(tmp_path):
     [
         (asked({"type": "image_url", "image_url": {"url": "page.png"}}), "chat, part 0: got 'page.png'.*a data URL"),
         (asked({"type": "video", "video": "film.png"}, {"type": "text", "text": "what?"}), "expected 'video'"),
-        (asked({"type": "image", "image": "film.mp4"}), "expected 'image'"),
         (asked({"type": "text"}), "'text' with the fields .*; expected fields of"),
-        (asked({"type": "image", "address": "page.png"}), "'image' with the fields .*address.*; expected fields of"),
-        ([{"role": "user", "content": {"type": "text", "text": "hello"}}], "content of type dict"),
         ({"role": "user", "content": "hello"}, "messages of type dict"),
     ],
 )
@@ -178,22 +151,17 @@ def test_what_chat_does_not_know_is_refused(loaded, unchecked, messages, message
         loaded("qwen2_5_vl").chat(messages)
 
 
-def word_level(unknown: str = "<pad>"):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({unknown: 0, "<s>": 1, "hello": 2, "page": 3}, unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
-
-
 def test_text_outside_the_vocabulary_is_refused(tmp_path):
     """Not taken for `<pad>`; a text that says `<pad>` itself may."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     backbone = load(write_checkpoint("qwen2_5_vl", tmp_path))
-    backbone.tokenizer, backbone.chat_template = word_level(), ChatTemplate("{{ messages[0].content }}")
+    backbone.tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "hello": 2, "page": 3}, "<pad>"))
+    backbone.tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backbone.chat_template = ChatTemplate("{{ messages[0].content }}")
     assert backbone.prepare(["hello <pad>  page"])["input_ids"].tolist() == [[2, 0, 3]]
     assert backbone.chat([{"role": "user", "content": "page hello"}])["input_ids"].tolist() == [[3, 2]]
     for call in (
-        lambda: backbone.prepare(["hello shot"]),
         lambda: backbone.prepare([[1, 2], "shot"]),
         lambda: backbone.chat([{"role": "user", "content": "hello shot"}]),
     ):

@@ -58,8 +58,9 @@ def test_a_name_loads_the_model_of_its_repository(hub):
     assert backbone.fingerprint == same.fingerprint
 
 
-def test_what_is_downloaded_is_what_is_read(hub):
-    path = snapshot(NAME)
+@pytest.mark.parametrize("pinned", [None, "main"])
+def test_what_is_downloaded_is_what_is_read_and_answers_without_a_network(pinned, hub, monkeypatch):
+    path = snapshot(NAME, pinned)
     assert path.name == COMMIT
     assert cached_files(path) == WHOLE
 
@@ -67,43 +68,27 @@ def test_what_is_downloaded_is_what_is_read(hub):
     assert snapshot(NAME, COMMIT) == path
     assert not [asked for asked in hub.requests if "/resolve/" in asked]  # nothing is downloaded any more
 
-
-@pytest.mark.parametrize("pinned", [None, "main"])
-def test_without_a_network_the_cache_answers(pinned, hub, monkeypatch):
-    first = snapshot(NAME, pinned)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub.requests.clear()
-    assert snapshot(NAME, pinned) == first
+    assert snapshot(NAME, pinned) == path
     assert hub.requests == []
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_a_name_that_is_neither_here_nor_there_gives_both_hints(hub):
-    with pytest.raises(ConfigError) as refused:
+def test_what_fails_says_what_to_do(hub, monkeypatch):
+    hints = "got neither a directory on this machine nor a repository of the hub"
+    with pytest.raises(ConfigError, match=hints) as refused:
         load("output/checkpoint-500")
-    message = str(refused.value)
-    assert "got neither a directory on this machine nor a repository of the hub" in message
-    assert os.path.abspath("output/checkpoint-500") in message
-    assert "hf auth login" in message
-
-
-@pytest.mark.parametrize("revision", ["no-such-branch", "f" * 40])
-def test_a_revision_that_is_not_there(revision, hub):
-    with pytest.raises(ConfigError, match=f"got revision '{revision}', which it does not have"):
-        load(NAME, revision=revision)
-
-
-def test_without_hub_and_cache_both_are_named(hub, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="nothing in the hub's cache, and no answer from the hub"):
-        load(NAME)
-
-
-def test_a_gated_repository_says_how_to_get_in(hub):
+    assert all(
+        hint in str(refused.value) for hint in (hints, os.path.abspath("output/checkpoint-500"), "hf auth login")
+    )
+    for revision in ("no-such-branch", "f" * 40):
+        with pytest.raises(ConfigError, match=f"got revision '{revision}', which it does not have"):
+            load(NAME, revision=revision)
     hub.gated.add(NAME)
     with pytest.raises(ConfigError, match=rf"{NAME}: got a gated repository; .*`hf auth login`.*HF_TOKEN"):
+        load(NAME)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="nothing in the hub's cache, and no answer from the hub"):
         load(NAME)
 
 

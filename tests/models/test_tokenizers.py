@@ -85,7 +85,6 @@ def write_merges(root: Path) -> None:
         (write_kimi, {"tokenizer_class": "QWenTokenizer"}, "'QWenTokenizer', beside tiktoken.model; expected TikTok"),
         (write_kimi, {"lines": ["IQ== 0", "nonsense"]}, "expected a token in base64 and a rank"),
         (write_kimi, {"lines": ["IQ== 0", "Ig== 2"]}, "all 256 bytes, and ranks from 0 to 1"),
-        (write_kimi, {"lines": ["IQ== 0"]}, "no token for the byte 0"),
         (write_kimi, {"added_tokens_decoder": {"3": {"content": "X"}}}, r"'X' with the id 3; expected 400 … 657"),
         (write_kimi, {"added_tokens_decoder": {"400": X, "401": X}}, "are there twice"),
         (write_qwen2, {"added_tokens_decoder": {"7": {"content": "<|im_start|>"}}}, "the id 7; expected 400, the next"),
@@ -124,7 +123,6 @@ def tokenizer_metadata(split: str = "smollm", **more: Any) -> dict[str, Any]:
         ("smollm", "I'll buy 123 eggs\n\n now", ["I", "'ll", " buy", " ", "1", "2", "3", " eggs", "\n\n", " now"]),
         ("gpt-2", "I'll buy 123 eggs\n\n now", ["I", "'ll", " buy", " 123", " eggs", "\n\n", " now"]),
         ("qwen2", "I'LL buy 123 eggs!\n\n now", ["I", "'LL", " buy", " ", "1", "2", "3", " eggs", "!\n\n", " now"]),
-        ("deepseek-r1-qwen", "x12", ["x", "1", "2"]),
         ("llama-bpe", "I'LL buy 12345 eggs  now", ["I", "'LL", " buy", " ", "123", "45", " eggs", " ", " now"]),
     ],
 )
@@ -181,16 +179,12 @@ def sentencepiece_by_hand(given: str) -> list[str]:
     return out
 
 
-@functools.cache
-def sentencepiece() -> Any:
-    return gguf_tokenizer(sentencepiece_metadata(), 1000)
-
-
 @given(st.text("abc é日", min_size=1, max_size=12))
 def test_sentencepiece_joins_by_score_and_spells_the_rest_in_bytes(given: str) -> None:
-    encoding = sentencepiece().encode(given)
+    tokenizer = gguf_tokenizer(sentencepiece_metadata(), 1000)
+    encoding = tokenizer.encode(given)
     assert encoding.tokens == ["<s>", *sentencepiece_by_hand(given)]
-    assert sentencepiece().decode(encoding.ids) == given
+    assert tokenizer.decode(encoding.ids) == given
 
 
 def test_sentencepiece_without_start_and_space():
@@ -229,11 +223,8 @@ def test_without_a_known_tokenizer_text_is_refused_and_tokens_are_taken(tmp_path
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (tokenizer_metadata(tokens=["a"] * 24), r"tokenizer\.ggml\."),
-        (tokenizer_metadata(merges=["a q"]), r"tokenizer\.ggml\."),
         (tokenizer_metadata(bos_token_id=99, add_bos_token=True), r"tokenizer\.ggml\."),
         (sentencepiece_metadata(scores=[0.0, 1.0]), "scores: got 2 numbers; expected 269"),
-        (sentencepiece_metadata(scores=None), "scores: got None numbers"),
     ],
 )
 def test_tokens_that_do_not_belong_together_are_refused(metadata, message):

@@ -4,6 +4,8 @@ import fractions
 import functools
 import json
 import struct
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,37 +85,27 @@ def test_gemma_4s_pixels_and_times_equal_transformers():
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def record(path, frames, seconds, codec="ffv1"):
-    """Writes frames, each shown at its time."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream: Any = container.add_stream(codec, rate=10)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = {"ffv1": "bgr0", "png": "rgb24"}[codec]
-        stream.codec_context.time_base = fractions.Fraction(1, 1000)
-        for frame, time in zip(frames, seconds, strict=True):
-            shown = av.VideoFrame.from_ndarray(frame, format="rgb24")
-            shown.pts, shown.time_base = round(time * 1000), fractions.Fraction(1, 1000)
-            container.mux(stream.encode(shown))
-        container.mux(stream.encode(None))
-
-
-def film(path, frames: np.ndarray, rate: int, codec: str = "ffv1") -> None:
+def film(path: Path, frames: np.ndarray, rate: int, codec: str = "ffv1", seconds: Sequence[float] = ()) -> None:
+    """Writes frames at a rate, or each at its time."""
     import av
 
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = {"ffv1": "bgr0", "png": "rgb24"}.get(codec, "yuv420p")
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        stream.pix_fmt = {"ffv1": "bgr0", "png": "rgb24"}[codec]
+        if seconds:
+            stream.codec_context.time_base = fractions.Fraction(1, 1000)
+        for number, frame in enumerate(frames):
+            shown = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            if seconds:
+                shown.pts, shown.time_base = round(seconds[number] * 1000), fractions.Fraction(1, 1000)
+            container.mux(stream.encode(shown))
         container.mux(stream.encode(None))
 
 
-def read_clip(video: Video, steady: bool = False) -> Clip:
+def read_clip(video: Video) -> Clip:
     """Every other frame."""
-    return clips_of([video], lambda stream, *_: np.arange(0, stream.count, 2), Settings.of({}, "video"), steady)[0]
+    return clips_of([video], lambda stream, *_: np.arange(0, stream.count, 2), Settings.of({}, "video"))[0]
 
 
 def test_a_files_frames_are_those_that_were_encoded(tmp_path):
@@ -148,7 +140,7 @@ SECONDS = [0, 0.1, 0.2, 0.3, 5, 10]
 @pytest.mark.parametrize(("name", "codec"), [("film.mkv", "ffv1"), ("film.mov", "png")])
 def test_frames_of_a_recording_of_variable_rate_have_its_own_times(tmp_path, name, codec):
     frames, settings = draw_frames("recording", 6, 32, 32), Settings.of({"fps": 2, "temporal_patch_size": 2}, "video")
-    record(tmp_path / name, frames, SECONDS, codec)
+    film(tmp_path / name, frames, 10, codec, SECONDS)
     whole = clips_of([Video(tmp_path / name)], sample_qwen3, settings)[0]
     np.testing.assert_allclose(whole.timestamps, SECONDS, atol=1e-3)
     np.testing.assert_array_equal(whole.frames, frames)
