@@ -200,14 +200,3 @@ def test_a_follower_takes_over_when_its_leader_fails(store: ChunkStore):
     leader, follower = with_leader(store, Computing("c0"), lambda: fetch(store, REQUESTS[:1], Computing()))
     assert isinstance(leader.exception(), StoreError)
     assert sources(follower, IDS[:1]) == ["computed"]
-
-
-def test_what_another_thread_has_computed_meanwhile_is_loaded(store: ChunkStore):
-    compute = Computing()
-
-    def slow(misses: Sequence[Any]) -> list[Any]:
-        fetch(store, REQUESTS[1:2], compute)  # as another thread, while the first of two misses is computed
-        return [chunk("c0")]
-
-    assert sources(fetch(store, REQUESTS[:2], slow), IDS[:2]) == ["computed", "store"]
-    assert compute.calls == [["c1"]]
