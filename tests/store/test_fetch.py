@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpatch_jax.errors import InputError, StoreError
+from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import ChunkStore, Fetched, Request, fetch
 from tests.store.store_cases import MODEL, chunk_of, expires_of, file_of, flip, same, same_chunk
 
@@ -62,12 +62,9 @@ def test_hits_are_loaded_and_misses_computed_in_order(store: ChunkStore):
         assert result.ack is None or result.ack.result(60)
     assert sources(fetch(store, REQUESTS, compute), IDS) == ["store"] * 6
     assert len(compute.calls) == 3
-    assert fetch(store, [], compute) == []
     fetch(store, [Request(id, MODEL) for id in ("c7", "c8", "c9")], compute, batch=2)
     fetch(store, [Request(id, MODEL) for id in ("c17", "c18", "c19")], compute, batch=None)
     assert compute.calls[3:] == [["c7", "c8"], ["c9"], ["c17", "c18", "c19"]]
-    with pytest.raises(InputError, match="batch"):
-        fetch(store, [], compute, batch=0)
     store.close()
     with pytest.raises(StoreError, match="after close"):
         fetch(store, REQUESTS, compute)

@@ -27,13 +27,18 @@ def test_a_directory_of_something_else_is_left_alone(folder: Path):
     assert [path.name for path in root.iterdir()] == ["notes.txt"]
 
 
-def test_a_root_of_another_format_is_left_alone(folder: Path):
-    Objects(folder / "root").close()
-    with contextlib.closing(sqlite3.connect(folder / "root" / "index.sqlite")) as database:
+def test_a_root_of_another_format_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "FORMAT", index.FORMAT + 1)
+        Objects(folder / "whole").close()
+    Objects(folder / "index").close()
+    with contextlib.closing(sqlite3.connect(folder / "index" / "index.sqlite")) as database:
         database.execute(f"PRAGMA user_version = {index.FORMAT + 1}")
+    (folder / "whole" / "index.sqlite").unlink()  # its secret says it too
     contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(StoreError, match=f"format {index.FORMAT + 1}; expected {index.FORMAT}"):
-        Objects(folder / "root")
+    for name in ("whole", "index"):
+        with pytest.raises(StoreError, match=f"format {index.FORMAT + 1}; expected {index.FORMAT}"):
+            Objects(folder / name)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == contents
 
 

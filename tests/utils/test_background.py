@@ -13,10 +13,7 @@ CASES = ["end answering", "error answering", *PRINTED]
 
 
 def test_processes_end_with_their_own_status_while_threads_work():
-    """Sessions and queues that nobody closes, at a normal end and an unhandled exception: no signal, no hang.
-
-    At the end the job that runs is waited for, and those that wait are run within a limit.
-    """
+    """Sessions and queues that nobody closes; the job that runs is waited for, and those that wait within a limit."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ending.py")), *CASES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
