@@ -138,28 +138,26 @@ PAGE = chunk_of(PRIVATE, tokens=9)
 
 @pytest.mark.parametrize("kind", ["packed", "patch"])
 def test_whatever_a_malformed_body_holds_is_damage_without_ids(kind: str):
-    """Any value in any place of the body, and any leaf of another shape or dtype: an error of the store, or a value."""
+    """Any value in any place of the body but free words, and any leaf of another shape, is an error of the store."""
     encoded, decode = codec.encode_chunk_object(PAGE, "k4v4"), codec.decode_chunk_object
     if kind == "patch":
         encoded, decode = codec.encode_patch_object(patch_for((PRIVATE,), chunk=PAGE)), codec.decode_patch_parts
-    attempts = [
-        Stored(encoded.kind, {**encoded.body, key: value}, encoded.arrays)
-        for key in encoded.body
-        for value in (None, -1, 1 << 62, 2.5, "", [1], {}, [["x", None, "y"]])
-    ]
+    attempts = []
+    for name in encoded.body:
+        for value in (None, -1, 1 << 62, 2.5, "", [1], {}, [["x", None, "y"]]):
+            attempts.append((name, Stored(encoded.kind, {**encoded.body, name: value}, encoded.arrays)))
     for name, array in encoded.arrays.items():
-        for other in (array[..., :1], array.astype(np.float64), array[None], np.zeros(0, np.uint8)):
-            attempts.append(Stored(encoded.kind, encoded.body, {**encoded.arrays, name: other}))
-    refusals = []
-    for attempt in attempts:
+        for other in (array[:-1], array[None], np.zeros(0, np.uint8)):
+            attempts.append((name, Stored(encoded.kind, encoded.body, {**encoded.arrays, name: other})))
+    accepted = set()
+    for name, attempt in attempts:
         try:
             decode(attempt)
+            accepted.add(name)
         except StoreCorruptError as error:
-            refusals.append(error)
-    assert len(refusals) > len(attempts) / 2
-    for error in refusals:
-        assert PRIVATE not in str(error)
-        assert error.__suppress_context__ or error.__context__ is None
+            assert PRIVATE not in str(error)
+            assert error.__suppress_context__ or error.__context__ is None
+    assert accepted == ({"packed"} if kind == "patch" else {"backbone", "span", "content", "lead"})
 
 
 # ------------------------------------------------------------------------------------------------------------ index
