@@ -234,15 +234,13 @@ def test_memory_keeps_what_was_used_last_within_its_bytes(folder: Path, size: in
         assert store.statistics().gauges["memory_bytes"] <= size
 
 
-def test_the_queue_waits_while_it_is_full_and_the_last_put_or_deletion_counts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_queue_waits_and_its_last_put_or_deletion_counts(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvpatch_jax.store.objects.QUEUE_BYTES", 1000)
     gate, encoding = threading.Event(), threading.Event()
 
     def make() -> Any:
         encoding.set()
-        gate.wait()
+        gate.wait(10)
         return object_of(1)
 
     with ChunkStore(folder / "root") as store, concurrent.futures.ThreadPoolExecutor(1) as pool:

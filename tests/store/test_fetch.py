@@ -65,9 +65,6 @@ def test_hits_are_loaded_and_misses_computed_in_order(store: ChunkStore):
     fetch(store, [Request(id, MODEL) for id in ("c7", "c8", "c9")], compute, batch=2)
     fetch(store, [Request(id, MODEL) for id in ("c17", "c18", "c19")], compute, batch=None)
     assert compute.calls[3:] == [["c7", "c8"], ["c9"], ["c17", "c18", "c19"]]
-    store.close()
-    with pytest.raises(StoreError, match="after close"):
-        fetch(store, REQUESTS, compute)
 
 
 def test_loading_and_computing_overlap(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
