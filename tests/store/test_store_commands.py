@@ -82,7 +82,6 @@ def test_objects_are_listed_counted_verified_and_moved(
     [
         "ls ROOT --unknown",
         "ls ROOT/nothing",
-        "ls ROOT --tenant=nobody",
         "verify ROOT --tenant=two --key-file=ROOT/nothing",
         "export ROOT ROOT",
     ],
