@@ -5,9 +5,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -29,10 +26,8 @@ from evals.bench.benchmark import (
     Benchmark,
     BenchOptions,
     Sides,
-    interleave,
     measure,
     table,
-    timed,
     wrong_rows,
 )
 from kvpatch_jax.plan import DeviceCosts
@@ -95,50 +90,6 @@ def test_others_are_divided_by_the_first_side_turn_by_turn():
     assert values["theirs", "over first"] == 10
     assert values["ours", "GB/s"] == pytest.approx(1 / 3)
     assert ("ours", "over first") not in values
-
-
-def test_sides_are_measured_by_turns():
-    turns = []
-    calls = {name: lambda name=name: turns.append(name) or 1.0 for name in "ab"}
-    assert interleave(calls, 2) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
-    assert turns == ["a", "b"] * 3
-    clock, ran, prepared = itertools.count(0.0, 0.5), [], []
-    prepare, tick = lambda: prepared.append(0), lambda: next(clock)
-    measured = timed(lambda: ran.append(0), before=prepare, runs=3, calls=2, clock=tick)()
-    # Half a second, in three runs with two calls each.
-    assert (measured, len(ran), len(prepared)) == (0.5 / 6, 3, 1)
-
-
-@pytest.mark.nightly
-def test_the_accelerator_script_runs_and_resumes_behind_a_benchmark_that_died(tmp_path):
-    (tmp_path / "bin").mkdir()
-    # Not a symbolic link, which would lose the virtual environment's packages.
-    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "bin" / "python3").chmod(0o700)
-    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
-    program = ["bash", str(ROOT / "evals" / "bench" / "accelerator.sh"), "--tiny", f"--out={tmp_path}"]
-    run = functools.partial(
-        subprocess.run, program, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    # As if the evaluation, which takes minutes, had been run.
-    file = tmp_path / "tiny-lines.jsonl"
-    file.write_text(json.dumps({"key": "evals.run"}) + "\n")
-    process = run()
-    assert process.returncode == 0, process.stdout + process.stderr
-    (written,) = tmp_path.glob("tiny-cpu-*.json")
-    results = json.loads(written.read_text())
-    assert (results["wrong"], results["kernels"]) == ([], {})
-    probes = {row["probe"] for row in results["rows"]}
-    assert {"splice, several heads, patched", "block_product, several heads"} <= probes
-
-    # The last benchmark died: its line says so, and the same command measures nothing of it again.
-    *lines, last = file.read_text().splitlines()
-    failed = {"key": json.loads(last)["key"], "failed": "the process ended with status -11"}
-    file.write_text("\n".join([*lines, json.dumps(failed)]) + "\n")
-    process = run()
-    assert process.returncode == 1
-    assert f"WRONG: {failed['failed']}" in process.stdout
-    assert len(file.read_text().splitlines()) == len(lines) + 1
 
 
 def line_of(case, low, error=0.5):

@@ -243,16 +243,6 @@ def test_canonicals_lose_what_pieces_alone_lose_and_full_patches_nothing(histori
     assert len(table(few).splitlines()) == 1 + len(few.rows) + len(few.plans)
 
 
-@pytest.mark.nightly
-def test_every_kind_of_patch_serves_its_rank(measured: Certificate):
-    for point, behind in itertools.product(("stored", "update", "fresh"), (0, 2, CHUNKS - 1)):
-        agrees(measured, 0.0, point, 64, behind)
-    few, many = (measured.row("orbit", rank, behind=0) for rank in (2, 64))
-    assert few is not None
-    assert many is not None
-    assert few.kl != many.kl
-
-
 def words_of(backbone: ModelBackbone) -> list[str]:
     return [word for word in sorted(backbone.tokenizer.get_vocab()) if word.isalnum()][:12]
 

@@ -1,4 +1,4 @@
-"""A measurement of a user's model compares arms from one KV, counts their costs, and is the same after any kill."""
+"""A measurement of a user's model compares arms from one KV, with the costs that a hand counts."""
 
 import json
 import shutil
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from evals.harness.methods import parse
-from evals.harness.parts import Shard, run_parts
-from evals.measure import agent, job, report
+from evals.measure import agent, job
 from evals.measure.contexts import MeasuredContext, embedded, frame_of, ids_of
 from evals.measure.items import Item, Piece
 from evals.measure.measured import AnswerReader, Setup, serve
@@ -120,36 +119,6 @@ def test_a_first_piece_is_exact_and_a_patch_of_full_rank_mends_the_others(loaded
     assert 0 < costs["serving_flops"] < 0.1 < costs["forming_flops"]
 
 
-@pytest.mark.nightly
-def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(checkpoint, data, tmp_path):
-    """Also after a part's line was cut off in the middle; and a broken image is a line, the rest goes on."""
-    shutil.copytree(data.parent, tmp_path / "data")
-    image = tmp_path / "data" / "3_1.png"
-    image.write_bytes(image.read_bytes()[:60])
-
-    planned = job.plan(request(checkpoint("qwen2_5_vl"), tmp_path / "data" / data.name))
-    for out, shards in (("single", [(0, 1)]), ("two", [(1, 2), (0, 2)]), ("cut", [(0, 1)])):
-        (tmp_path / out).mkdir()
-        if out == "cut":
-            content = (tmp_path / "single" / "parts.jsonl").read_bytes()
-            (tmp_path / out / "parts.jsonl").write_bytes(content[: len(content) // 2])
-        records = {}
-        for shard in shards:
-            records = run_parts(tmp_path / out, planned.config, planned.parts, Shard(*shard))
-        assert len(records) == len(planned.parts)
-        items = [record for part in planned.parts for record in records[part.key]]
-        report.write(tmp_path / out, items, planned.config, planned.data.refusals, "command")
-    for name in ("answers.jsonl", "results.json", "rows.csv", "report.html"):
-        assert len({(tmp_path / out / name).read_bytes() for out in ("single", "two", "cut")}) == 1, name
-
-    answers = [json.loads(line) for line in (tmp_path / "single" / "answers.jsonl").read_text().splitlines()]
-    assert [answer["item"] for answer in answers] == [f"q{number}" for number in (0, 6, 1, 7, 2, 8, 4, 5)]
-    results = json.loads((tmp_path / "single" / "results.json").read_text())
-    places = [line.partition(": ")[0] for line in results["config"]["left_out"]]
-    assert places == ["questions.jsonl:4", "questions.jsonl:10"]
-    assert {row["n"] for row in results["rows"] if row["metric"] == "kl.all"} == {8}
-
-
 def test_data_and_models_that_do_not_fit_are_refused(checkpoint, data, tmp_path):
     (tmp_path / "bare").mkdir()
     for file in checkpoint("qwen2_5_vl").iterdir():
@@ -176,16 +145,10 @@ TOKENS = [30, 30, 30, 74]
 """Of the screenshots: three of 56 × 392 pixels and one of 252 × 224, a token for 28 × 28, and one on either side."""
 
 
-@pytest.mark.parametrize(
-    ("keep", "exact", "windows"),
-    [
-        (2, 3, [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 1]]),
-        # With one screenshot after the pinned one, the recall shows an earlier window again.
-        pytest.param(1, 2, [[0], [0, 1], [0, 2], [0, 3], [0, 2]], marks=pytest.mark.nightly),
-    ],
-)
-def test_an_agents_loop_computes_what_a_hand_counts(tmp_path: Path, keep: int, exact: int, windows: list[list[int]]):
+@pytest.mark.nightly
+def test_an_agents_loop_computes_what_a_hand_counts(tmp_path: Path):
     """The new screenshot; what follows the longest known front; all. Re-prefill's answers until one has left."""
+    keep, exact, windows = 2, 3, [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 1]]
     agent.measure(job.Request(MODEL, str(SCREENSHOTS), keep=keep, answer_tokens=2), None, None, tmp_path, "")
     steps = json.loads((tmp_path / "agent.json").read_text())["steps"]
     assert [step["op"] for step in steps] == ["add"] * 4 + ["recall"]
@@ -204,13 +167,10 @@ def test_an_agents_loop_computes_what_a_hand_counts(tmp_path: Path, keep: int, e
 
 
 def test_a_loop_that_cannot_be_measured_is_refused(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
     (tmp_path / "few").mkdir()
     for shot in sorted(SCREENSHOTS.glob("*.png"))[:3]:
         shutil.copy(shot, tmp_path / "few")
     for model, folder, method, message in (
-        (MODEL, tmp_path / "nowhere", None, "--data: got 'nowhere', which is no file"),
-        (MODEL, tmp_path / "empty", None, "--data: got 'empty' without images"),
         (MODEL, tmp_path / "few", None, "--data: got 3 screenshots; expected at least 4"),
         (
             write_checkpoint("qwen2", tmp_path / "qwen2"),

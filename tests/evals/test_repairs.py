@@ -69,6 +69,7 @@ def test_bytes_are_those_counted_by_hand_and_published(task_batch):
             assert (costs[f"kept.antecedents={count}"], published) == (share, share), (arm, count)
 
 
+@pytest.mark.nightly
 def test_a_run_measures_methods_at_the_same_bytes_and_tokens(tmp_path):
     methods = "re-prefill,blind,patch.bytes=0.15,first_k.budget=0.15,quantised.bytes=0.01"
     results = runner.run(read_config("repairs", [f"methods={methods}"]), tmp_path)

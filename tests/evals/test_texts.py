@@ -93,7 +93,9 @@ def test_answers_stand_in_the_documents_that_are_asked_about():
         assert key not in prompt
 
 
-@pytest.mark.parametrize(("facts", "probe"), [(FACTS, "pairs"), (TWO_HOPS, "keys")])
+@pytest.mark.parametrize(
+    ("facts", "probe"), [pytest.param(FACTS, "pairs", marks=pytest.mark.nightly), (TWO_HOPS, "keys")]
+)
 def test_a_patch_of_full_rank_answers_as_a_reprefill_and_blind_reuse_does_not(backbone, facts, probe):
     batch = facts.batch(backbone, probe, 0, 3, seed=1)
     expected, blind = batch.read(batch.reference), batch.read(batch.splice.cache)

@@ -2,13 +2,10 @@
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from evals.harness import config, runner
-from evals.harness.frame import Lookup
 from evals.harness.lines import text_piece
 from evals.harness.methods import BLIND, REFERENCE
 from evals.harness.orders import orders_of
@@ -193,25 +190,3 @@ def test_other_ways_prefill_what_they_do_not_have():
     # FLOPs are counted behind the lead; what a fork's parent computed is in the branch's cache.
     assert counted_work(Visit("a", (0, 1)), sizes, 4, 2, flops, {})[visits.REPREFILL][1] == 20 * 1004 + 100 * 1014
     assert counted_work(Visit("a", (0, 1), forked=1), sizes, 4, 2, flops, {})[visits.ONE_BY_ONE][0] == 100
-
-
-@pytest.mark.nightly
-def test_exact_reuse_loses_nothing_and_computes_what_is_counted(tmp_path: Path):
-    results = runner.run(config.read_config("revisits", [], ["quick"]), tmp_path)
-    assert results is not None
-    lookup, kinds = Lookup(results["rows"]), (visits.FIRST, visits.SAME, visits.CONTEXTS, visits.SHUFFLED, visits.FORK)
-    probe = "revisits.documents.window=2."
-    for visit in (*kinds, "other"):
-        assert lookup.get(f"{probe}{visit}", MAIN, "default", "kl.answer").value == 0
-    # A restart finds everything.
-    assert lookup.get(f"{probe}{visits.SAME}", MAIN, "default", "hits").value == 1
-    assert lookup.get(f"{probe}{visits.SAME}", MAIN, "default", "tokens").value == 0
-
-    batched, by_piece = f"{visits.BATCHED}, run", f"{visits.ONE_BY_ONE}, run"
-    for visit in (visits.FIRST, visits.SHUFFLED):
-        place = {"probe": f"{probe}{visit}", "model": MAIN, "metric": "tokens"}
-        tokens = {way: lookup.get(arm=way, **place).value for way in lookup.values("arm", place)}
-        assert tokens[REFERENCE] < tokens[batched] < tokens[by_piece] <= tokens[visits.REPREFILL]
-        # A session that forgets prefills its window again whenever a chunk leaves; a cache may know the prompt.
-        assert tokens[visits.ONE_BY_ONE] <= tokens[by_piece]
-        assert tokens[visits.BATCHED] <= tokens[batched]

