@@ -391,7 +391,8 @@ class DynamicLibrary(_Library):
 
     `publish` creates the next version, which every later `open` sees. An older version stays as long as a process of
     this machine holds it, with the chunk that was published with it. Versions count from 1. Machines that share a
-    remote store share the library; while that does not answer, two of them may publish the same version.
+    remote store share the library, and skip numbers where they publish at once; while the remote store does not
+    answer, two of them may publish the same version.
 
     Args:
       store: a store of the operator's own tenant.
@@ -439,8 +440,12 @@ class DynamicLibrary(_Library):
             self._put_chunk(chunk, None)
             with contextlib.suppress(_TakenError):
                 self.objects.amend(self._name(reference), functools.partial(_unless_taken, written))
-                self._drop_old(self._prefix(reference))
-                return reference
+                # Where there are newer ones already, another machine may have published this number, too, and deleted
+                # it as an old one. The next number is nobody's.
+                newest = max(self._versions(reference))
+                self._drop_old(self._prefix(reference), self._name(dataclasses.replace(reference, version=newest)))
+                if newest == version:
+                    return reference
 
     def open(self, kind: str, name: str, version: int | None = None) -> HeldReference | None:
         """Opens a version, by default the current one, and holds it until it is closed; None if it does not exist.
@@ -470,26 +475,27 @@ class DynamicLibrary(_Library):
         """Ends a hold of this process, and deletes the version if it is old; a closed store's ends with the process."""
         if pid == os.getpid() and not self.objects.closed:
             with self._changing():
-                self._drop_old(self._prefix(reference), hold)
+                self._drop_old(self._prefix(reference), hold=hold)
 
-    def _drop_old(self, prefix: str, hold: int | None = None) -> int:
+    def _drop_old(self, prefix: str, newest: str = "", hold: int | None = None) -> int:
         """Deletes versions that are neither the newest nor held, in one transaction. Returns their number.
 
         Args:
           prefix: prefix of the names of one reference's versions, or "" for all.
+          newest: name of its newest version, if another machine may have that.
           hold: one that ends in the same transaction.
         """
         tenant = self.objects.tenant
         query = """SELECT id, file, name FROM objects AS old
           WHERE tenant = ? AND rank = 2 AND name >= ? AND name < ? AND name LIKE '%/e.v%'
           AND name NOT IN (SELECT name FROM holds WHERE tenant = old.tenant)
-          AND EXISTS (SELECT 1 FROM objects AS new WHERE new.tenant = old.tenant AND new.name > old.name
-            AND new.name < substr(old.name, 1, instr(old.name, '/')) || 'f')"""
+          AND (name < ? OR EXISTS (SELECT 1 FROM objects AS new WHERE new.tenant = old.tenant AND new.name > old.name
+            AND new.name < substr(old.name, 1, instr(old.name, '/')) || 'f'))"""
         with self.objects.index.write() as transaction:
             db = transaction.db
             db.execute("DELETE FROM holds WHERE rowid = ?", (hold,))
             transaction.end_dead_holds()
-            rows = db.execute(query, (tenant, prefix, f"{prefix}g")).fetchall()
+            rows = db.execute(query, (tenant, prefix, f"{prefix}g", newest)).fetchall()
             dropped = [self._read_entry(name, None) for _, _, name in rows]
             transaction.forget([row[:2] for row in rows])
             if rows and self.objects.remote is not None:
