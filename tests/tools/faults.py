@@ -140,7 +140,11 @@ FAULTS = [
     *_faults(
         REPAIR + "deviation.py",
         ("keys[:, :, head // group]", "keys[:, :, head % fresh.shape[2]]", "query heads meet other heads' keys"),
-        ("jnp.where(run.chosen[layer], score, -jnp.inf)", "score", "tokens that were dropped below come back"),
+        (
+            "chosen_at[start:] = [count] * (layout.layers - start)",
+            "chosen_at[layer:] = [count] * (layout.layers - layer)",
+            "a check costs as little as what it chooses",
+        ),
     ),
     *_faults(
         REPAIR + "repair_budget.py",
