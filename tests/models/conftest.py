@@ -1,9 +1,6 @@
 """Fixtures for the models: the tiny checkpoints of `tests/goldens`, rebuilt in a temporary directory."""
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,22 +80,3 @@ def qwen2_5_vl_directory(tiny_directory: Callable[[str], Path]) -> Path:
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
     """`checkpoint(family)`: a fresh tiny checkpoint that the test may damage."""
     return lambda family, **changes: write_checkpoint(family, tmp_path / family, **changes)
-
-
-@pytest.fixture
-def run_over_devices(tmp_path: Path) -> Callable[[str, int, str], None]:
-    """`run_over_devices(file, devices, tier)`: tests of a file beside this one, with so many devices on the host.
-
-    XLA settles their number once per process, and other tests want one. LLVM tries less hard: most of the time goes
-    into compiling, and both sides of each comparison are compiled alike.
-    """
-
-    def run(file: str, devices: int, tier: str) -> None:
-        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=1"
-        environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "pytest", "-q", "-m", tier, f"--basetemp={tmp_path / 'over'}"]
-        command.append(str(Path(__file__).with_name(file)))
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return run

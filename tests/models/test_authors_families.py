@@ -20,7 +20,6 @@ VL2: Any = models.FAMILIES["DeepseekVLV2ForCausalLM"]
 LARGE = "high_res_pixel_values"
 OCR2: Any = models.FAMILIES["DeepseekOcr2ForConditionalGeneration"]
 
-
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 

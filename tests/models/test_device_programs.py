@@ -1,9 +1,11 @@
-"""Compiled for a CPU, an H200 or a TPU v5e, programs of real sizes fit its memory and copy no pool and no experts.
+"""Programs of real sizes fit a device's memory, copy no pool and compute the FLOPs that a backbone states.
 
 Devices are compiled for ahead of time: needs the extra `kernels`, no accelerator. The language tower of Qwen2.5-VL-7B
 has four layers: temporaries do not depend on their number, and one v5e holds no 7B model.
 """
 
+import contextlib
+import dataclasses
 import importlib.util
 import re
 from collections.abc import Callable
@@ -12,26 +14,129 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvpatch_jax.backbone import Tokens
+from evals.bench.shapes import SHAPES
+from kvpatch_jax.backbone import ForwardCosts, Tokens
 from kvpatch_jax.core import Paged
-from kvpatch_jax.models import FAMILIES
 from kvpatch_jax.models.attention import using
+from kvpatch_jax.models.decoder.costs import forward_costs
 from kvpatch_jax.models.decoder.grouped import ExpertWeights, mix_experts
 from kvpatch_jax.models.decoding import Forward
 from kvpatch_jax.models.families.family import abstract, placeholders
+from kvpatch_jax.models.random_weights import config_of
 from kvpatch_jax.utils.traced_flops import traced_flops
 from pallas_kernels import targeting
 from pallas_kernels.block_product import gpu as block_product_gpu
 from tests.models.released_configs import RELEASED
 from tests.shared.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+SPEC: Any = jax.ShapeDtypeStruct
+QWEN = "Qwen/Qwen2.5-VL-7B-Instruct"
+KIMI, LINEAR = "moonshotai/Kimi-VL-A3B-Instruct", ("Qwen3.5-0.8B", "Qwen3.5-35B-A3B")
+MORE = ("Qwen/Qwen3-VL-30B-A3B-Instruct", "mistralai/Mistral-7B-v0.1")
+ROWS = 8
+"""Tokens whose logits are made: one row of bfloat16 would be padded to four."""
+
+
+def fewer_layers(name: str, layers: int) -> Any:
+    """Configuration of a released model with as many language layers."""
+    config = config_of(SHAPES[name] if name in SHAPES else RELEASED[name].config)
+    fewer = {"kind_of": config.text.kind_of[:layers]} if config.text.kinds else {}
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers, **fewer))
+
+
+def model(name: str, layers: int) -> tuple[Any, Forward]:
+    """Configuration and programs of a released model, with as many language layers."""
+    config = fewer_layers(name, layers)
+    return config, Forward(abstract(config), placeholders(config), config.text.layout, None)
+
+
+def stated_and_traced(name: str, tokens: int, behind: int, layers: int) -> tuple[Any, int, int]:
+    """FLOPs of a prefill of eight tokens' logits behind a context, with every pair of query and key computed."""
+    config, forward = model(name, layers)
+    text, layout = config.text, config.text.layout
+    axes = () if text.rope.axes is None else (text.rope.axes,)
+    prompt = Tokens(SPEC((1, tokens, text.width), jnp.bfloat16), SPEC((1, tokens, *axes), jnp.int32))
+    context = {}
+    for channel in layout.channels:
+        rows = behind if channel.rows is None else channel.rows
+        context[channel.name] = SPEC((layout.depth(channel.name), 1, rows, channel.heads, channel.width), jnp.bfloat16)
+
+    def run(state: Any, prompt: Tokens, context: Any, rows: Any) -> Any:
+        with using("dense"):
+            return forward.prefill.__wrapped__(
+                state, prompt, context, None, rows, start_layer=0, hidden_at=(), chunk=None
+            )
+
+    costs = forward_costs(text)
+    # The dense form computes masked pairs too. Experts are multiplied without padding on a TPU.
+    stated = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
+    with targeting("tpu") if text.experts is not None else contextlib.nullcontext():
+        traced = traced_flops(run, forward.state, prompt, context, SPEC((1, ROWS), jnp.int32))
+    return text, stated, traced
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "behind", "layers"),
+    [
+        ("Qwen/Qwen2-0.5B", 1024, 128, 3),
+        ("Qwen/Qwen3-VL-8B-Instruct", 1024, 128, 3),
+        (KIMI, 300, 50, 2),  # one layer of latent attention and an MLP, and one of experts
+        *(pytest.param(name, 1024, 128, 3, marks=pytest.mark.nightly) for name in (KIMI, *MORE)),
+    ],
+)
+def test_flops_are_those_of_the_products(name, tokens, behind, layers):
+    _, stated, traced = stated_and_traced(name, tokens, behind, layers)
+    assert traced == stated
+
+
+@pytest.mark.parametrize("name", [LINEAR[0], pytest.param(LINEAR[1], marks=pytest.mark.nightly)])
+def test_flops_of_linear_attention_are_those_of_the_products_but_for_blocks(name):
+    """The rule counts as it is written; in blocks it multiplies more, as often as its WY form has products."""
+    tokens, block = 256, 64
+    text, stated, traced = stated_and_traced(name, tokens, 128, layers=4)
+    linear = text.kinds[1].linear
+    assert [bool(pair) for pair in forward_costs(text).pair] == [False, False, False, True]
+    keys, values = linear.key_width, linear.value_width
+    # Two rows of scores; the inverse, pair by pair of blocks; what it solves for; what is read of the block.
+    inverse = sum(2 * (1 << level) ** 3 * (block // (2 << level)) for level in range(block.bit_length() - 1))
+    blocks = 2 * block**2 * keys + inverse + block**2 * (keys + values) + block**2 * values
+    # The state of these tokens alone is written beside that behind all, and both are read to be written.
+    extra = linear.value_heads * (blocks // block + 2 * keys * values)
+    assert traced == stated + 3 * 2 * extra * tokens
+
+
+def test_layers_that_slide_see_their_window():
+    costs = forward_costs(fewer_layers("mistralai/Mistral-7B-v0.1", 2).text)
+    assert costs.window == (4096, 4096)
+    assert costs.flops(1, 10_000) - sum(costs.token) == sum(costs.pair) * 4096
+
+
+@given(tokens=st.integers(0, 30), behind=st.integers(0, 30), window=st.integers(0, 40))
+def test_pairs_are_counted_one_by_one(tokens, behind, window):
+    seen = sum(min(behind + token + 1, window or 10**9) for token in range(tokens))
+    assert ForwardCosts((0,), (1,), (window,), 0).flops(tokens, behind) == seen
+
+
+def test_a_forward_that_starts_at_a_layer_counts_those_above():
+    costs = ForwardCosts(token=(1, 10, 100), pair=(2, 20, 200), window=(0, 4, 0), logit=7)
+    assert costs.flops(3, 5, start_layer=2) == 300 + 200 * 21
+    assert costs.flops(3, 5) == 333 + 202 * 21 + 20 * 12
+
+
+# ---------------------------------------------------------------------------------------------------- compiled programs
+
+
 GIB = 2**30
 MIB = 2**-10
 """In GiB."""
 EXPERTS, CHOSEN, WIDTH, INNER = 128, 8, 2048, 768
 """Of Qwen3-30B-A3B."""
-SPEC: Any = jax.ShapeDtypeStruct
 DEVICES = {"h200": ("NVIDIA H200", "jax_cuda13_plugin"), "v5e": ("v5e:2x2", "libtpu")}
 """Names, and the packages that have the compilers."""
 
@@ -66,20 +171,13 @@ def temporaries(compiled: Any) -> float:
 # ----------------------------------------------------------------------------------------------------- Qwen2.5-VL-7B
 
 
-def model(layers: int) -> tuple[Any, Forward]:
-    """Configuration and programs, with as many language layers."""
-    raw = {**RELEASED["Qwen/Qwen2.5-VL-7B-Instruct"].config, "num_hidden_layers": layers}
-    config = FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
-    return config, Forward(abstract(config), placeholders(config), config.text.layout, None)
-
-
 def prompt_of(config: Any, tokens: int) -> Tokens:
     return Tokens(SPEC((1, tokens, config.text.width), jnp.bfloat16), SPEC((1, tokens, 3), jnp.int32))
 
 
 def prefill_program(tokens: int, chunk: int | None = None, implementation: tuple[str, ...] = ()) -> Program:
     """A causal prefill in bf16 that gives the last token's logits."""
-    config, forward = model(4)
+    config, forward = model(QWEN, 4)
 
     def run(state: Any, prompt: Tokens, rows: Any) -> Any:
         with using(*implementation):
@@ -106,7 +204,7 @@ def test_long_prefills_fit_a_devices_memory(device):
 def test_a_pool_is_read_and_written_where_it_lies(device, name):
     """The layout that attention likes is made of the window's pages, not of the pool. A step's pool is donated."""
     layers, keys, page, slots = 2, 4096, 64, 65536
-    config, forward = model(layers)
+    config, forward = model(QWEN, layers)
     pool = {
         channel.name: SPEC((layers, slots // page, page, channel.heads, channel.width), jnp.bfloat16)
         for channel in config.text.layout.channels

@@ -1,8 +1,12 @@
-"""Over a mesh of devices a model is read in shards and gives one device's numbers, exchanging two sums per layer.
+"""Over several devices a model in shards, or chunks prefilled apart, give the numbers of one device.
 
 What needs eight devices is in `mesh_cases.py`, run in a process of its own.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +16,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import kvpatch_jax.models.directory
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from kvpatch_jax.models import FAMILIES, load
+from kvpatch_jax.models.attention import Mask
 from kvpatch_jax.models.checkpoints import flatten_params
 from kvpatch_jax.models.decoder.sharding import cache_specs, partition_specs, split_mesh
 from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
+from kvpatch_jax.models.parallel import prefill_chunks_apart, read_question, readouts, spread_backbone
+from kvpatch_jax.models.parallel.prefill import lay_out
+from kvpatch_jax.models.random_weights import random_backbone
 from tests.goldens.load import golden_config, write_checkpoint
+from tests.models.mesh_cases import SMALL, check, sequence
+from tests.shared.arrays import placed
 
 LAST = P(None, None, None, "tensor")  # of a cache: over its KV heads
 
@@ -113,5 +123,66 @@ def test_an_unknown_parameter_or_axis_is_refused_before_anything_is_read(tmp_pat
 
 
 @pytest.mark.parametrize("tier", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
-def test_eight_devices_give_one_devices_numbers(run_over_devices, tier):
-    run_over_devices("mesh_cases.py", 8, tier)
+def test_eight_devices_give_one_devices_numbers(tier, tmp_path):
+    """XLA settles the number of devices once per process, and other tests want one.
+
+    LLVM tries less hard: most of the time goes into compiling, and both sides of each comparison are compiled alike.
+    """
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", tier, f"--basetemp={tmp_path / 'over'}"]
+    command.append(str(Path(__file__).with_name("mesh_cases.py")))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ----------------------------------------------------------------------------------------------- chunks prefilled apart
+
+
+@pytest.mark.usefixtures("highest_precision")
+def test_chunks_of_one_device_answer_as_its_joined_caches():
+    check(random_backbone(SMALL), 2, (10, 10, 10, 10), jax.devices()[:1])
+
+
+def test_bad_input_is_refused(unchecked):
+    for tokens, chunks, message in (
+        (40, (9, 11, 12, 9), "a multiple of 4 of them, each at least 1, that add up to 40"),
+        (40, (0, 20, 12, 8), "each at least 1"),
+        (3, None, "at least one for each of 4 devices"),
+    ):
+        with pytest.raises(InputError, match=f"got .*; expected .*{message}"):
+            lay_out(tokens, 4, chunks)
+    backbone, devices = random_backbone(SMALL), jax.devices()[:1]
+    windowed = random_backbone(SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
+    over, (context, question) = spread_backbone(backbone, devices), sequence(backbone, 2, (10, 10, 10, 10))
+    with pytest.raises(ConfigError, match="got a sliding window of 4 tokens; expected full attention"):
+        spread_backbone(windowed)
+    cache = prefill_chunks_apart(over, context, (10, 10, 10, 10))
+    with pytest.raises(ShapeError, match="expected 39 tokens"):
+        prefill_chunks_apart(over, context.take(0, 39), kv=cache.gather())
+    with pytest.raises(InputError, match=r"ratio: got 1.2; expected 0 to 1"):
+        read_question(over, cache, question, ratio=1.2)
+    with pytest.raises(ShapeError, match="question: got 1 rows; expected the context's 2"):
+        read_question(over, cache, sequence(backbone, 1, (20, 20))[1], ratio=0.1)
+
+
+def test_queries_taken_in_blocks_read_the_same(monkeypatch):
+    """What a part of the keys adds to a mean, and the logarithm of its weights, against float64."""
+    rng, scale = np.random.default_rng(4), 0.3
+    shapes = (2, 37, 4, 8), (2, 29, 2, 8), (2, 29, 2, 5)
+    query, key, value = (placed(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    places = rng.integers(-1, 29, (2, 37)).astype(np.int32)  # some queries see nothing
+    scores = np.einsum("BTNH,BSNH->BTNS", query, np.repeat(key, 2, axis=2)).astype(np.float64) * scale
+    scores = np.where((np.arange(29) <= places[..., None])[:, :, None], scores, -np.inf)
+    with np.errstate(divide="ignore"):
+        logarithms = np.log(np.exp(scores).sum(-1))
+    empty = np.isneginf(logarithms)
+    weights = np.exp(scores - np.where(empty, 0, logarithms)[..., None])
+    mixed = np.einsum("BTNS,BSNW->BTNW", weights, np.repeat(value, 2, axis=2))
+    for most in (29 * 5, 2**20):
+        monkeypatch.setattr(readouts, "DENSE_SCORES", most)
+        run = jax.jit(readouts.readout, static_argnums=4)
+        output, weight = run(query, key, value, Mask(causal=True, query_places=places), scale)
+        np.testing.assert_allclose(np.asarray(output)[~empty], mixed[~empty], atol=2e-6)
+        np.testing.assert_allclose(np.asarray(weight).reshape(empty.shape), logarithms, atol=2e-6)
+    assert empty.any()

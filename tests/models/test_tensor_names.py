@@ -1,8 +1,10 @@
-"""A checkpoint is the same model under any name that releases, transformers or fine-tunes give its tensors."""
+"""A checkpoint is the same model under any names of its tensors, those of a user's own family included."""
 
 import functools
+import importlib.util
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.models.decoder.weights import expert_layout
-from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
+from tests.goldens.load import GOLDENS, golden_arrays, golden_config, golden_prompt, write_checkpoint
 
 WRITTEN = json.loads((GOLDENS / "namings.json").read_text())
 WEIGHTS = "model.safetensors"
@@ -235,3 +237,62 @@ def test_fused_layouts_are_told_apart_where_one_tensor_is_as_long_as_wide(width,
     shapes = {name: shape if layout == "rows" else (3, shape[2], shape[1]) for name, shape in rows.items()}
     named = {f"model.layers.{layer}.mlp.experts.{name}": shapes[name] for layer in range(3) for name in shapes}
     assert expert_layout(config, named, "model.") == layout
+
+
+# -------------------------------------------------------------------------------------------------- a user's own family
+
+
+HOW_TO = Path(__file__).parents[2] / "docs" / "guides" / "extending.md"
+PREFIXES = {
+    "language_model.model.": "llm.",
+    "language_model.lm_head.": "llm.out.",
+    "vision_tower.": "eyes.",
+    "multi_modal_projector.": "bridge.",
+}
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """The document's family, imported from a file, which registers itself."""
+    (source,) = re.findall(r"^```py\n(.*?)^```$", HOW_TO.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "toy_ocr.py").write_text(source)
+    before = dict(models.FAMILIES)
+    spec = importlib.util.spec_from_file_location("toy_ocr", tmp_path / "toy_ocr.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    yield module
+    models.FAMILIES.clear()
+    models.FAMILIES.update(before)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """The tiny Mistral Small 3.1 of the goldens under the toy's names."""
+    theirs, ours = write_checkpoint("mistral3", tmp_path / "theirs"), tmp_path / "toy"
+    ours.mkdir()
+    raw = json.loads((theirs / "config.json").read_text())
+    config = {name: raw[name] for name in ("text_config", "vision_config", "spatial_merge_size")}
+    config |= {"image_token_id": raw["image_token_index"], "architectures": ["ToyOcrForConditionalGeneration"]}
+    (ours / "config.json").write_text(json.dumps(config))
+    shutil.copy(GOLDENS / "mistral3" / "preprocessor_config.json", ours)
+    tensors = load_file(theirs / "model.safetensors")
+    names = {name: next(old for old in PREFIXES if name.startswith(old)) for name in tensors}
+    renamed = {PREFIXES[old] + name.removeprefix(old): tensors[name] for name, old in names.items()}
+    save_file(renamed, ours / "model.safetensors")
+    return ours
+
+
+@pytest.mark.usefixtures("highest_precision")
+def test_it_equals_transformers_and_is_saved_and_read_again(toy, directory, tmp_path):
+    backbone, gold = models.load(directory, angles="float32"), golden_arrays("mistral3", "two_images")
+    assert backbone.family is toy.FAMILY
+    inputs = golden_prompt(backbone, "mistral3", "two_images")
+    tokens = backbone.embed(inputs.pop("input_ids"), **inputs)
+    logits = np.asarray(backbone.prefill(tokens, logits="all").logits)[0, gold["rows"]]
+    assert np.abs(logits - gold["logits"]).max() <= 2e-5 * np.abs(gold["logits"]).max()
+
+    again = models.load(models.save(backbone, tmp_path / "again"))
+    jax.tree.map(np.testing.assert_array_equal, again.parameters, backbone.parameters)
+    assert again.config.to_dict()["model_type"] == "toy_ocr"
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert set(saved) == set(load_file(directory / "model.safetensors"))

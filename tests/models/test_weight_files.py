@@ -1,16 +1,35 @@
-"""Safetensors load and save bit for bit, whole or in shards; a damaged file or wrong tensor is refused by name."""
+"""Safetensors load and save bit for bit, whole or in shards; what is damaged, wrong or changed is refused by name."""
 
 import json
+import math
+import os
+import resource
+import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from kvpatch_jax.errors import WeightsError
-from kvpatch_jax.models.checkpoints import SafetensorsSource, TensorEntry, flatten_params, load_weights, save_weights
+from kvpatch_jax.errors import ConfigError, KVPatchError, WeightsError
+from kvpatch_jax.models import load
+from kvpatch_jax.models.checkpoints import (
+    SafetensorsSource,
+    TensorEntry,
+    filling,
+    flatten_params,
+    load_weights,
+    save_weights,
+)
+from kvpatch_jax.models.families.parsed import MOST_LAYERS
+from tests.goldens.load import write_checkpoint
 from tests.goldens.redraw import redraw_all
 
 ENTRIES = [
@@ -30,7 +49,6 @@ SHAPES = {
     ("patch", "kernel"): (24, 6),
 }
 EXPECTED = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()}
-
 
 WEIGHTS = "model.safetensors"
 
@@ -152,3 +170,234 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(WeightsError, match=r"model\.safetensors: got a damaged"):
         load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED)
+
+
+# ------------------------------------------------------------------------------------------- regions, types and threads
+
+
+TYPES = ["float64", "float32", "float16", "bfloat16"]
+
+
+def draw(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    values = np.random.default_rng(math.prod(shape)).standard_normal(shape) * 3
+    return np.asarray(values, jnp.dtype(dtype))
+
+
+def write(root: Path, **tensors: np.ndarray) -> SafetensorsSource:
+    save_file(tensors, root / "model.safetensors")
+    return SafetensorsSource(root)
+
+
+# ----------------------------------------------------------------------------------------------- regions and types
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("filling")
+
+
+@given(data=st.data())
+def test_any_region_in_any_order_and_type_is_numpys(root, data):
+    """Pieces of a few bytes, so that every shape falls apart in every way."""
+    shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=4)))
+    spans = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape)
+    order = tuple(data.draw(st.permutations(range(len(shape)))))
+    stored, dtype = (data.draw(st.sampled_from(TYPES)) for _ in range(2))
+    values = draw(shape, stored)
+    source = write(root, before=draw((3,), "float32"), tensor=values, behind=draw((5,), "float16"))
+    expected = np.asarray(values[tuple(slice(*span) for span in spans)], jnp.dtype(dtype)).transpose(order)
+
+    out = np.zeros(expected.shape, jnp.dtype(dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "PIECE", data.draw(st.sampled_from([1, 24, 100, 1 << 20])))
+        for piece in filling.pieces(spans, values.dtype.itemsize, data.draw(st.booleans())):
+            place = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(piece, spans, strict=True))
+            part = source.read("tensor", tuple(slice(*span) for span in piece))
+            filling.convert(part, out.transpose(np.argsort(order))[(*place, ...)])
+        region = tuple(slice(*span) for span in spans)
+        assert np.array_equal(source.read("tensor", region), values[region])
+    assert out.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+def test_a_number_that_is_not_finite_is_named_with_its_place(tmp_path, dtype, wrong):
+    info = ml_dtypes.finfo(jnp.dtype("float32" if dtype == "float64" else dtype))
+    values = np.asarray([[info.max, info.min], [info.smallest_subnormal, -0.0], [1, 2]], jnp.dtype(dtype))
+    entries, expected = [TensorEntry("tensor", ("a",))], {("a",): jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+    assert np.array_equal(load_weights(write(tmp_path, tensor=values), entries, expected)["a"], values)
+
+    values[2, 1] = wrong
+    source = write(tmp_path, tensor=values)
+    with pytest.raises(WeightsError, match=r"tensor 'tensor': got -?(nan|inf) at \[2, 1\]; expected finite"):
+        load_weights(source, entries, expected)
+
+    # Bounds may be infinite, and never NaN.
+    bounds = [TensorEntry("tensor", ("a",), infinite=True)]
+    if np.isnan(wrong):
+        with pytest.raises(WeightsError, match=r"got -?nan at \[2, 1\]"):
+            load_weights(source, bounds, expected)
+    else:
+        assert load_weights(source, bounds, expected)["a"][2, 1] == wrong
+
+
+# --------------------------------------------------------------------------------------------------- whole loads
+
+
+def big(root: Path) -> tuple[list[TensorEntry], dict, dict[str, np.ndarray]]:
+    """Parameters above the size at which threads share the work, stacked and transposed, and one below it."""
+    tensors = {f"layers.{layer}.w": draw((700, 520), "bfloat16") + layer for layer in range(7)}
+    tensors |= {"embed": draw((5000, 450), "float32"), "norm": draw((9,), "float32")}
+    save_file(tensors, root / "model.safetensors")
+    entries = [
+        TensorEntry("layers.{layer}.w", ("layers", "kernel"), permute=(1, 0)),
+        TensorEntry("embed", ("embed",)),
+        TensorEntry("norm", ("norm",)),
+    ]
+    shapes = {("layers", "kernel"): (7, 520, 700), ("embed",): (5000, 450), ("norm",): (9,)}
+    return entries, {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}, tensors
+
+
+def test_threads_fill_what_one_thread_fills_and_name_the_first_wrong_tensor(tmp_path, monkeypatch):
+    entries, expected, tensors = big(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
+    params = load_weights(SafetensorsSource(tmp_path), entries, expected)
+    for layer in range(7):
+        assert np.array_equal(params["layers"]["kernel"][layer], tensors[f"layers.{layer}.w"].T.astype(np.float32))
+    assert np.array_equal(params["embed"], tensors["embed"])
+    assert np.array_equal(params["norm"], tensors["norm"])
+
+    for layer in (2, 5):
+        tensors[f"layers.{layer}.w"][600, 7] = np.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"'layers\.2\.w': got nan at \[600, 7\]"):
+        load_weights(SafetensorsSource(tmp_path), entries, expected)
+
+
+# ---------------------------------------------------------------------------------------- files that are not as said
+
+
+def test_a_file_that_changes_or_ends_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+    entries, expected, _ = big(tmp_path)
+    path = tmp_path / "model.safetensors"
+    source, content = SafetensorsSource(tmp_path), path.read_bytes()
+    path.write_bytes(content)  # the same again: nobody could tell from some other content in time
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    with pytest.raises(WeightsError, match="was written to while it was read"):
+        load_weights(source, entries, expected)
+
+    source = SafetensorsSource(tmp_path)
+    os.truncate(path, 1 << 20)
+    ends = r"model\.safetensors: got the end of the file; expected \d+ bytes from byte \d+ on"
+    with pytest.raises(WeightsError, match=ends):
+        load_weights(source, entries, expected)
+
+
+# -------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+CONFIG = "config.json"
+SECONDS = 2.0
+
+
+@pytest.fixture
+def directory(tiny_directory, tmp_path, unchecked) -> Path:
+    """A copy of the tiny InternVL, to be damaged."""
+    return shutil.copytree(tiny_directory("internvl"), tmp_path / "model")
+
+
+def refused(source: Any, message: str, error: type[KVPatchError] = ConfigError, **options: Any) -> None:
+    """Holds an error of `load` against what it is to say: one line, within two seconds of this process's time."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    with pytest.raises(error, match=message) as raised:
+        load(source, **options)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 2500
+    assert "expected" in str(raised.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < SECONDS
+
+
+def test_a_name_of_no_directory_is_refused_and_one_in_the_hubs_cache_told_where_its_files_are(directory, tmp_path):
+    refused("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory")
+    refused(Path("/nowhere/a/b"), r"got no such file; expected .*, or .*load\('owner/name'\)")
+    root = tmp_path / "models--someone--tiny"
+    (root / "snapshots").mkdir(parents=True)
+    directory.rename(root / "snapshots" / "abc")
+    refused(root, r"a repository in the hub's cache, whose files are in .*/models--someone--tiny/snapshots/abc$")
+    assert load(root / "snapshots" / "abc").layout.layers == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": [3]}, r"ignore \[3\]; expected a list of keys and tensor names"),
+        ({"ignore": ["text_confg"]}, r"ignore 'text_confg'; expected a key of .*config\.json, or"),
+        ({"buckets": 64}, "buckets 64; expected a Buckets, or None"),
+        ({"revision": ""}, "revision ''; expected a commit, tag or branch, or None"),
+    ],
+)
+def test_an_argument_that_is_none_is_refused(directory, options, message):
+    refused(directory, f"load: got {message}", **options)
+
+
+CONTENTS = {
+    "vast header": struct.pack("<Q", 1 << 62) + b"{}",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (CONFIG, "pipe", "no plain file of at most"),
+        (CONFIG, "link", "a link to nothing; expected a Hugging Face"),
+        (CONFIG, "pointer", "a pointer of Git LFS; .*`git lfs pull` fetches it"),
+        (WEIGHTS, "pipe", "a broken link or no plain file"),
+        (WEIGHTS, "pointer", "got a pointer of Git LFS: `git lfs pull` fetches"),
+        (WEIGHTS, "vast header", "damaged"),
+    ],
+)
+def test_what_is_no_file_of_its_kind_is_refused(directory, name, content, message):
+    (directory / name).unlink()
+    if content in CONTENTS:
+        (directory / name).write_bytes(CONTENTS[content])
+    else:
+        os.mkfifo(directory / name) if content == "pipe" else (directory / name).symlink_to("/nowhere")
+    refused(directory, message, ConfigError if name == CONFIG else WeightsError)
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+def test_more_layers_than_any_model_has_are_refused_before_they_are_counted(directory, part):
+    """Reading goes through layers one by one: 10⁹ of them once took the machine's memory."""
+    write_checkpoint("internvl", directory, **{part: {"num_hidden_layers": 10**9}})
+    refused(directory, f"num_hidden_layers {10**9}; expected at most {MOST_LAYERS} layers")
+
+
+def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(directory):
+    write_checkpoint("internvl", directory, dtype="float64")
+    refused(directory, "got dtype 'float64'; expected 'float32', 'bfloat16' or 'float16'")
+    assert load(directory, dtype="bfloat16").config.text.dtype == "bfloat16"
+
+
+def test_weights_of_another_name_or_family_are_named(directory, tiny_directory):
+    (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
+    message = r"got pytorch_model\.bin, which is not read; expected model.safetensors, or model.safetensors.index.json"
+    refused(directory, message, WeightsError)
+    shutil.copy(tiny_directory("qwen2_5_vl") / WEIGHTS, directory / WEIGHTS)
+    refused(directory, r"got no tensor 'language_model\.model\.embed_tokens\.weight', .*expected", WeightsError)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.jinja", b"\xff\xfe{{", "no text .*expected a template in UTF-8"),
+        ("chat_template.json", b'{"chat_template": 3}', "chat_template 3; expected a text, or a list"),
+        ("chat_template.json", b'{"chat_template": [{"name": "a", "template": ""}]}', r"\['a'\]; expected one named"),
+        ("tokenizer.json", b"{}", "expected a tokenizer"),
+        ("generation_config.json", b"[]", "got a list; expected a table"),
+        ("preprocessor_config.json", b'{"image_mean": "x"}', "image_mean: got 'x'"),
+    ],
+)
+def test_what_lies_beside_the_weights_is_read_or_named(directory, name, content, message):
+    (directory / name).write_bytes(content)
+    refused(directory, message)

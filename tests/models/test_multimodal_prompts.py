@@ -1,12 +1,8 @@
-"""Videos in prompts, sessions and batches have the tokens, pixels, times and positions that transformers gives them.
-
-The goldens are of conversations with two videos and (but for SmolVLM) an image between them. transformers 5.23 leaves
-the start and end that Qwen3-VL's template writes around a video's frames, which its authors' processor (and
-transformers before 5) takes out, as ours does; so these two are taken out of the golden's tokens.
-"""
+"""Prompts with images and videos have the tokens, pixels, times and positions that transformers gives them."""
 
 import functools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +11,90 @@ import kvpatch_jax as kvp
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.positions import PositionRule, get_rope_positions
 from kvpatch_jax.models.inputs.videos import kimi_time, number_words
 from kvpatch_jax.window import Entry
-from tests.goldens.load import GOLDENS, golden_chat, write_chatting, write_checkpoint
+from tests.goldens.load import (
+    GOLDENS,
+    drawn_inputs,
+    golden_arrays,
+    golden_chat,
+    golden_config,
+    golden_images,
+    golden_prompt,
+    write_chatting,
+    write_checkpoint,
+)
 from tests.goldens.redraw import bits, draw_frames
+from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
 from tests.models.glm_settings import GLM_FRAMES, KINDS, SETTINGS, VIDEO_FILE, glm_settings
 from tests.shared.tolerances import assert_close_to_largest
+
+START, END, AUDIO_START = 303, 304, 306
+OMNI = PositionRule(IMAGE, VIDEO, 2, 2, AUDIO, (START, AUDIO_START))
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+
+@pytest.mark.parametrize("family", [family for family, row in FAMILIES.items() if row.positions])
+def test_positions_equal_transformers(tiny, family, tmp_path):
+    """Of mixtures whose towers do not run: features are given in their place. By transformers' rule for videos."""
+    backbone = tiny(family)
+    if family == "qwen2_5_vl":
+        backbone = load(write_checkpoint(family, tmp_path), video_rule="hf5")
+    layers = len(golden_config(family)["vision_config"].get("deepstack_visual_indexes", ()))
+    for case in FAMILIES[family].positions:
+        arrays = golden_arrays(family, case)
+        ids, expected = arrays.pop("input_ids").astype(np.int32)[None], arrays.pop("position_ids")
+        pads = int(np.isin(ids, (IMAGE, VIDEO, AUDIO)).sum())
+        features = np.zeros((1 + layers, pads, backbone.config.text.width), np.float32)
+        positions = backbone.embed(ids, features=features, **drawn_inputs(family, case), **arrays).positions[0]
+        assert np.array_equal(positions, expected), case
+
+
+def test_a_prompt_in_parts_has_the_ids_and_positions_of_transformers(tiny):
+    """Two images between runs of token ids."""
+    backbone, images = tiny("qwen2_5_vl"), golden_images("qwen2_5_vl", "two_images")
+    gold = golden_prompt(backbone, "qwen2_5_vl", "two_images")
+    gold |= {"position_ids": golden_arrays("qwen2_5_vl", "two_images")["position_ids"][None]}
+    ids = gold["input_ids"][0].tolist()
+    marks = [place for place, token in enumerate(ids) if token in (303, 304)]
+    parts = [ids[: marks[0]], images[0], ids[marks[1] + 1 : marks[2]], images[1], ids[marks[3] + 1 :]]
+    prompt = backbone.prepare([part for part in parts if len(part)])
+    for name in ("input_ids", "position_ids", "pixel_values", "image_grid_thw"):
+        assert np.array_equal(prompt[name], gold[name]), name
+
+
+@pytest.mark.parametrize(("rule", "after"), [("max", 5), ("hf5", 2)])
+def test_a_video_stands_at_its_seconds(rule, after):
+    ids = np.array([1, *[VIDEO] * 3, 3], np.int32)
+    settings = PositionRule(IMAGE, VIDEO, 2, rate=3, video_rule=rule)
+    positions = get_rope_positions(ids, None, np.array([[3, 2, 2]]), np.array([0.5]), settings)
+    assert positions[:, 0].tolist() == [0, 1, 2, 4, after]  # 0, 1.5 and 3 positions, truncated
+
+
+@pytest.mark.parametrize(
+    ("ids", "sizes", "message"),
+    [
+        ([AUDIO_START, AUDIO, AUDIO, 307], {"sounds": [3]}, "got 2 placeholders 305 from index 1; expected 3"),
+        ([START, IMAGE], {"images": np.array([[1, 3, 4]])}, "multiple of the merge size"),
+        ([START, IMAGE], {"images": np.array([[1, 4, 4]])}, "image: got 1 placeholders 301 from index 1; expected 4"),
+    ],
+)
+def test_sizes_and_placeholders_must_match(ids, sizes, message):
+    arrays: dict[str, Any] = {"images": None, "videos": None, "seconds": None, "sounds": []} | sizes
+    with pytest.raises(InputError, match=message):
+        get_rope_positions(np.array(ids, np.int32), rule=OMNI, **arrays)
+
+
+# --------------------------------------------------------------------------------------------------------------- videos
+
 
 NAMES = ["qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "kimi_vl"]
 EVEN = ("smolvlm", "internvl")
 """Families of whose goldens both videos have four frames."""
-START, END, IMAGE, VIDEO = 303, 304, 301, 302
-
 
 FRAMES = draw_frames("first", 6, 22, 41)
 PICTURE = draw_frames("image", 1, 20, 41)[0]
-
-
-pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +122,10 @@ def messages(family: str) -> list[dict]:
 
 
 def expected_ids(family: str) -> list[int]:
-    """The golden's ids; of Qwen3-VL without the start and end around all frames of a video."""
+    """The golden's ids; of Qwen3-VL without the start and end around all frames of a video.
+
+    transformers 5.23 leaves these, which its template writes; its authors' processor, as ours, takes them out.
+    """
     ids = golden_chat(family, videos=True)["input_ids"]
     if family != "qwen3_vl":
         return ids
