@@ -129,7 +129,7 @@ def test_relocating_compiles_one_program():
     assert len(compiled) <= 1
 
 
-# ---------------------------------------------------------------------------------------------------- frequencies
+# ------------------------------------------------------------------------------------------------------- frequencies
 
 
 def engines_frequencies(theta: int, dim: int) -> np.ndarray:
@@ -215,7 +215,7 @@ def test_what_follows_begins_behind_the_last_position():
     assert end_position(np.array([text, grid])).tolist() == [4, 5]
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_ropes_that_define_no_angle_are_refused():
