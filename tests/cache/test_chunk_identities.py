@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import Output, Tokens
+from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import (
     UNKNOWN_WAYS,
     Antecedent,
@@ -37,6 +37,7 @@ from kvpatch_jax.core import KVEncoding, KVLayout, PackedArray, Rope
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, ShapeError
 from tests.shared import transition_cases as hybrid
 from tests.shared.operator_cases import LAYOUTS, chunk_of, kv_of, local_of
+from tests.shared.window_oracle import backbone_of
 
 # ------------------------------------------------------------------------------------------------------------ chunks
 
@@ -381,57 +382,16 @@ def test_the_lead_is_part_of_a_chunks_identity(backbone):
         kvp.make_chunk(backbone, UNIT, lead=repeated(tokens))
 
 
-class RunningMean:
-    """A hybrid model of one linear layer and one attention layer, in NumPy: S ← .9·S + x xᵀ, read by the next layer."""
-
-    layout = KVLayout.gqa(2, 1, 4, Rope(1e4, 4)).with_transitions((0,), 1, 4, 4, tail=(2, 4))
-    fingerprint, forward_costs = "running mean", None
-    encode = property(lambda self: None)
-
-    def prepare(self, items):
-        return {"items": items}
-
-    recompute = attention = decode = generate = prepare
-
-    def embed(self, items, features=None):
-        numbers = np.concatenate([np.random.default_rng(len(str(item))).normal(size=(3, 4)) for item in items])
-        return Tokens(jnp.asarray(numbers[None], jnp.float32), np.arange(len(numbers), dtype=np.int32)[None])
-
-    def prefill(self, tokens: Tokens, context=None, **_):
-        x = np.asarray(tokens.embeddings, np.float32)
-        rows, count = x.shape[:2]
-        state = np.zeros((rows, 4, 4)) if context is None else np.asarray(context["state"][0, :, :, 0])
-        before = np.zeros((rows, 2, 4)) if context is None else np.asarray(context["tail"][0, :, :, 0])
-        inputs, alone, values = np.concatenate([before, x], axis=1), np.zeros((rows, 4, 4)), []
-        for t in range(count):
-            mixed = inputs[:, t] + 2 * inputs[:, t + 1] + x[:, t]
-            outer = mixed[:, :, None] * mixed[:, None, :]
-            state, alone = 0.9 * state + outer, 0.9 * alone + outer
-            seen = 0 if context is None else np.asarray(context["v"]).sum((0, 2, 3))
-            values.append(np.einsum("bij,bj->bi", state, x[:, t]) + seen)
-        decays = np.broadcast_to(0.9**count * np.eye(4)[:, None], (1, rows, 4, 1, 4))
-        parts = {"map": decays, "state": alone[None, :, :, None]}
-        parts["tail"] = np.concatenate([np.zeros((rows, 2, 4)), x], axis=1)[None, :, -2:, None]
-        kv = {"k": x[None, :, :, None], "v": np.stack(values, axis=1)[None, :, :, None], **parts}
-        return Output(
-            jnp.zeros((rows, 1, 2)), {name: jnp.asarray(value, jnp.float32) for name, value in kv.items()}, {}
-        )
-
-
-def test_conditioned_units_of_a_hybrid_have_the_transition_of_their_own_tokens():
-    model = RunningMean()
-    found = kvp.conditioned(model, [["a"], ["bb", "ccc"], ["dddd"]], lead=["a lead"])
-    x = np.asarray(model.embed(["a lead", "a", "bb", "ccc", "dddd"]).embeddings[0])
-    for kv, begin, end in zip(found, (3, 6, 12), (6, 12, 15), strict=True):
-        model.layout.check(kv)
-        assert kv["k"].shape == (1, end - begin, 1, 4)
-        state = np.zeros((4, 4))
-        for t in range(begin, end):
-            mixed = x[t - 2] + 2 * x[t - 1] + x[t]
-            state = 0.9 * state + np.outer(mixed, mixed)
-        assert np.abs(np.asarray(kv["state"][0, :, 0]) - state).max() <= 1e-5 * np.abs(state).max()
-        assert np.allclose(kv["map"][0, :, 0], 0.9 ** (end - begin) * np.eye(4))
-        assert np.allclose(kv["tail"][0, :, 0], x[end - 2 : end])
-    alone, behind = kvp.make_chunk(model, ["a"]), kvp.make_chunk(model, ["a"], lead=["a lead"])
-    assert (np.asarray(behind.kv["state"]) == np.asarray(found[0]["state"])).all()
-    assert not np.allclose(alone.kv["state"], behind.kv["state"])
+def test_units_of_a_hybrid_have_the_transitions_of_their_own_tokens():
+    """Composed, they are that of one prompt of all, and their rows are the prompt's."""
+    model, ids = backbone_of("hybrid"), [[5, 6, 7], [11, 12, 13, 14, 15], [8, 9]]
+    lead, first, second = ([unit] for unit in ids)
+    front, behind = kvp.make_chunk(model, lead), kvp.make_chunk(model, first, lead=lead)
+    units = [dict(front.kv), *kvp.conditioned(model, [first, second], lead=lead)]
+    prompt = model.prefill(model.embed(**model.prepare([[*ids[0], *ids[1], *ids[2]]]))).kv
+    rows = {name: np.concatenate([kv[name] for kv in units], axis=1) for name in "kv"}
+    hybrid.close({name: prompt[name][:, 0] for name in "kv"}, rows, 1e-5)
+    transition = hybrid.composed([{name: np.asarray(kv[name]) for name in PARTS} for kv in units], [3, 5, 2])
+    hybrid.close({name: prompt[name][:, 0] for name in transition}, transition, 1e-5)
+    assert (np.asarray(behind.kv["state"]) == np.asarray(units[1]["state"])).all()
+    assert not np.allclose(kvp.make_chunk(model, first).kv["state"], behind.kv["state"])

@@ -151,11 +151,7 @@ def signed(model: Any, **fields: Any) -> Certificate:
     return dataclasses.replace(certificate, **fields)
 
 
-BOUNDED = [
-    ({}, 0.05, None),
-    ({}, 0.001, "KL"),
-    ({"tokens": 4}, 0.05, "window of 36 tokens; certified up to 4"),
-]
+BOUNDED = [({}, 0.05, None), ({}, 0.001, "KL"), ({"tokens": 4}, 0.05, "window of 36 tokens; certified up to 4")]
 
 
 @pytest.mark.parametrize(("fields", "kl", "beyond"), BOUNDED)

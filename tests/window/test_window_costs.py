@@ -6,14 +6,7 @@ import pytest
 from window_cases import BAR, Loop, Watched, owners, patched
 
 import kvpatch_jax as kvp
-from kvpatch_jax.window import (
-    BARE,
-    PREFILL,
-    Action,
-    Costs,
-    PatchNote,
-    total,
-)
+from kvpatch_jax.window import BARE, PREFILL, Action, Costs, PatchNote, total
 from tests.shared.compilations import compilations
 from tests.shared.memory_store import MemoryStore
 from tests.shared.session_cases import PatchesAlone, image_of, settled, worded, words
