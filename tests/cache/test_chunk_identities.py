@@ -39,9 +39,6 @@ from tests.shared import transition_cases as hybrid
 from tests.shared.operator_cases import LAYOUTS, chunk_of, kv_of, local_of
 from tests.shared.window_oracle import backbone_of
 
-# ------------------------------------------------------------------------------------------------------------ chunks
-
-
 PARTS = sorted(hybrid.PARTS)
 
 

@@ -27,9 +27,6 @@ from tests.shared.arrays import placed
 from tests.shared.examples import examples
 from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, close, composed, drawn
 
-# ---------------------------------------------------------------------------------------------------------- readouts
-
-
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 4, 8), (2, 12, 2, 8), (2, 12, 2, 6)))
 GRADIENTS = jax.jit(jax.grad(lambda q, k, v, mask: attention_with_lse(q, k, v, mask)[0].sum(), argnums=(0, 1, 2)))

@@ -30,9 +30,6 @@ from tests.shared.operator_cases import (
     placed_in_float64,
 )
 
-# ----------------------------------------------------------------------------------------------------------- layouts
-
-
 START = 31
 FULL, LOCAL = Rope(1e4, 8), Rope(30.0, 4, cached="pairs", width=6)
 CHANNELS = (

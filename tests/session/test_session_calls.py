@@ -3,7 +3,6 @@
 
 import base64
 import concurrent.futures
-import copy
 import io
 import signal
 import sys
@@ -20,10 +19,7 @@ from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.errors import InputError, KVPatchError, NotFiniteError, PoolError, SessionError
 from kvpatch_jax.traces import Event
 from tests.shared.session_cases import QUESTION, Oracle, expect_logits, image_of, logits, state, words
-from tests.shared.window_oracle import backbone_of
-
-# ------------------------------------------------------------------------------------------ inputs and invalid calls
-
+from tests.shared.window_oracle import Watched, backbone_of
 
 PAGE = image_of(0)
 
@@ -175,19 +171,10 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("error", [NotFiniteError("of logits"), KeyboardInterrupt()])
-def test_a_forward_that_fails_in_the_middle_changes_nothing(backbone, error, tmp_path):
-    failing, run, left = copy.copy(backbone), backbone.prefill, [100]
-
-    def prefill(*args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0 and not isinstance(error, NotFiniteError):
-            raise error
-        out = run(*args, **options)
-        return out._replace(logits=out.logits * np.nan) if left[0] < 0 else out
-
-    failing.prefill = prefill
-    with kvp.Session(failing, keep=3) as session:
+@pytest.mark.parametrize(("failure", "error"), [("nan", NotFiniteError), (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_a_forward_that_fails_in_the_middle_changes_nothing(backbone, failure, error, tmp_path):
+    watched = Watched(backbone)
+    with kvp.Session(watched.backbone, keep=3) as session:
         session.add(words(5, 9), id="history")
         for number in range(3):
             session.add(image_of(number), id=f"shot {number}")
@@ -197,10 +184,10 @@ def test_a_forward_that_fails_in_the_middle_changes_nothing(backbone, error, tmp
             (2, session.replace, ("history", "w30 w31")),
             (1, session.insert, (image_of(7), "shot 1")),
         ):
-            left[0] = forwards
-            with pytest.raises(type(error)):
+            watched.fail(failure, forwards)
+            with pytest.raises(error):
                 call(*arguments)
-            left[0] = 100
+            watched.fail(None)
             assert state(session) == before
             assert (logits(session) == expected).all()
         # Nothing of a failed call is saved, and the same calls succeed afterwards.

@@ -20,9 +20,6 @@ from kvpatch_jax.window import StoredPrefills
 from tests.shared.session_cases import QUESTION, Oracle, PatchesAlone, expect_logits, image_of, logits, settled
 from tests.shared.window_oracle import counting_of
 
-# ------------------------------------------------------------------------------------------------------------- reuse
-
-
 ORDER = [0, 1, 2, 3, 4, *(random.Random(0).randrange(5) for _ in range(6))]
 
 

@@ -28,9 +28,6 @@ from tests.shared.session_cases import (
 )
 from tests.shared.window_oracle import backbone_of
 
-# ----------------------------------------------------------------------------------------------------------- windows
-
-
 SHOTS = [image_of(number) for number in range(4)]
 HISTORIES = [words(5 + number, 9 + number) for number in range(3)]
 SINK = 4

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from window_cases import BAR, Loop, distance, owners, patched, same
+from window_cases import BAR, Loop, distance, patched, same
 from window_programs import Pair, Term
 
 import kvpatch_jax as kvp
@@ -17,10 +17,7 @@ from kvpatch_jax.core import zero_padded
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
 from kvpatch_jax.window import BARE, Entry, Executor, PatchNote, Service, StoredPrefills
 from tests.shared.memory_store import MemoryStore
-from tests.shared.window_oracle import Naive, NaivePart, added, backbone_of, expect_equal, span_of, tokens_of
-
-# --------------------------------------------------------------------------------------------------------- histories
-
+from tests.shared.window_oracle import Naive, NaivePart, added, backbone_of, expect_equal, owners, span_of, tokens_of
 
 NIGHTLY = pytest.mark.nightly
 HYBRID_BAR = 1e-4

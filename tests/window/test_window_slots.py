@@ -7,13 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from window_cases import BAR, Loop, Watched, owners, same
+from window_cases import BAR, Loop, same
 
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, SessionError
 from kvpatch_jax.window import BARE, Entry, PatchNote, Service
-from tests.shared.window_oracle import backbone_of
-
-# -------------------------------------------------------------------------------------------- branches and snapshots
+from tests.shared.window_oracle import Watched, backbone_of, owners
 
 
 def loop_of(name: str = "gqa", **options) -> Loop:
