@@ -1,4 +1,4 @@
-"""An input goes by its content, and a call that is invalid, fails or is interrupted leaves its session as it was."""
+"""An input is named by its content, and a call that is invalid, fails or is interrupted leaves a session as it was."""
 # pyright: reportArgumentType=false, reportOptionalOperand=false
 
 import base64

@@ -18,7 +18,7 @@ from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, Rank
 from kvpatch_jax.session.guard import Audit, Guard
 from kvpatch_jax.window import StoredPrefills
 from tests.shared.session_cases import QUESTION, Oracle, PatchesAlone, expect_logits, image_of, logits, settled
-from tests.shared.window_oracle import counting_of
+from tests.shared.window_oracle import Watched
 
 ORDER = [0, 1, 2, 3, 4, *(random.Random(0).randrange(5) for _ in range(6))]
 
@@ -228,16 +228,16 @@ def patched_session(backbone: Any, store: Any, **options: Any) -> kvp.Session:
 
 
 def test_an_audit_measures_what_a_reprefill_does_and_changes_no_answer(backbone, every_patch):
-    counting = counting_of(backbone)
-    with patched_session(counting, Distorting(every_patch, 0.9), audit=0) as session:
+    watched = Watched(backbone)
+    with patched_session(watched.backbone, Distorting(every_patch, 0.9), audit=0) as session:
         plain = session.ask(QUESTION, steps=3, stop=()).ids
-        unaudited = counting.forwards
+        unaudited = watched.forwards
         assert session.stats().audits.answers == 0
         # The session's own audit reads the whole prompt in one forward, without the pool.
         expected = session.ask(QUESTION, steps=3, stop=(), audit=True).audit
 
-    counting.forwards = 0
-    with patched_session(counting, Distorting(every_patch, 0.9)) as session:
+    watched.forwards = 0
+    with patched_session(watched.backbone, Distorting(every_patch, 0.9)) as session:
         before = session.window
         answer = session.ask(QUESTION, steps=3, stop=())
         assert answer.ids == plain
@@ -248,7 +248,7 @@ def test_an_audit_measures_what_a_reprefill_does_and_changes_no_answer(backbone,
         assert expected.kl < audits.blind_kl
         # Three questions and the prefill of the chunk.
         assert (audits.forwards, audits.prefix_cache) == (4, 18)
-        assert counting.forwards == unaudited + 4
+        assert watched.forwards == unaudited + 4
         assert session.window == before
         assert answer.audit is None
         # What audits run is not the session's work, and leaves nothing in the store.

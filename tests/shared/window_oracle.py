@@ -43,19 +43,6 @@ def backbone_of(name: str) -> Any:
     return tiny(name)
 
 
-def counting_of(backbone: ModelBackbone) -> Any:
-    """The same backbone, counting its forwards of chunks."""
-    counting: Any = copy.copy(backbone)
-    counting.forwards = 0
-
-    def prefill(*args, **options):
-        counting.forwards += 1
-        return backbone.prefill(*args, **options)
-
-    counting.prefill = prefill
-    return counting
-
-
 class Watched:
     """A copy of a backbone that counts its forwards, and whose forwards fail once `left` of them have run."""
 
@@ -161,8 +148,8 @@ def transition_behind(layout: kvp.KVLayout, parts: Sequence[NaivePart]) -> dict[
     if not layout.parts:
         return {}
     pieces = [{channel.name: part.kv[channel.name][:, 0] for channel in layout.parts} for part in parts]
-    held = composed(pieces, [part.tokens.embeddings.shape[1] for part in parts])
-    return {name: jnp.asarray(value[:, None], jnp.float32) for name, value in held.items()}
+    transition = composed(pieces, [part.tokens.embeddings.shape[1] for part in parts])
+    return {name: jnp.asarray(value[:, None], jnp.float32) for name, value in transition.items()}
 
 
 def added(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, np.ndarray]:

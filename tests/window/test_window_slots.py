@@ -1,4 +1,4 @@
-"""Branches share slots until one changes; a run that fails, or a pool that is lost, takes no slot and no KV along."""
+"""Branches share slots until one changes; a run that fails loses no slot and changes no KV; a lost pool comes back."""
 # pyright: reportArgumentType=false
 
 import dataclasses
