@@ -18,7 +18,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
 from kvpatch_jax.errors import InputError, ReuseWarning, SessionError
 from kvpatch_jax.store import ChunkStore
-from tests.shared.window_oracle import counting_of, span_of, tiny
+from tests.shared.window_oracle import Watched, span_of, tiny
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def items() -> list[BatchItem]:
 @pytest.fixture(scope="module")
 def done(backbone, items, tmp_path_factory):
     """One run over all: its report and its lines, its file and the forwards of the backbone."""
-    counting = counting_of(backbone)
+    watched = Watched(backbone)
     path = tmp_path_factory.mktemp("batch") / "answers.jsonl"
-    return answer_batch(counting, None, items, out=path, batch=2), read_answers(path), path, counting.forwards
+    return answer_batch(watched.backbone, None, items, out=path, batch=2), read_answers(path), path, watched.forwards
 
 
 def expected_ids(backbone: Any, item: BatchItem) -> list[int]:

@@ -129,7 +129,7 @@ def test_relocating_compiles_one_program():
     assert len(compiled) <= 1
 
 
-# ---------------------------------------------------------------------------------------------------- frequencies
+# ------------------------------------------------------------------------------------------------------- frequencies
 
 
 def engines_frequencies(theta: int, dim: int) -> np.ndarray:
@@ -143,13 +143,7 @@ def engines_frequencies(theta: int, dim: int) -> np.ndarray:
     return np.asarray(result, np.float32)
 
 
-@pytest.mark.parametrize(
-    ("theta", "dim"),
-    [
-        (10_000, 64),
-        (1_000_000, 128),
-    ],
-)
+@pytest.mark.parametrize(("theta", "dim"), [(10_000, 64), (1_000_000, 128)])
 def test_float32_frequencies_are_the_engines_bit_for_bit(theta: int, dim: int):
     """At the last position, every frequency turns so far that its last bit moves the angle by more than the bound."""
     rope, places = kvp.Rope(theta, dim, angles="float32"), (1, 99_991, 2**24 - 1)
@@ -215,7 +209,7 @@ def test_what_follows_begins_behind_the_last_position():
     assert end_position(np.array([text, grid])).tolist() == [4, 5]
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_ropes_that_define_no_angle_are_refused():

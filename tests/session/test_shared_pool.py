@@ -24,7 +24,7 @@ from kvpatch_jax.session.runtime import AnswerOptions, Runtime
 from kvpatch_jax.window import Entry, Window
 from tests.shared.compilations import compilations
 from tests.shared.session_cases import Oracle, expect_logits, image_of, worded, words
-from tests.shared.window_oracle import backbone_of, tokens_of
+from tests.shared.window_oracle import backbone_of, owners, tokens_of
 
 PAGES, PAGE = 104, 8
 LENGTHS = (5, 7, 8)
@@ -126,11 +126,7 @@ def expect_balanced(runtime: Runtime, *users: Any) -> None:
     executor, scheduler = runtime.executor, cast(Any, runtime.scheduler)
 
     def job() -> tuple[Any, set[str], int]:
-        owners = np.zeros(executor.slots.counts.size, np.int32)
-        for residents in executor.branches.values():
-            for resident in residents.values():
-                np.add.at(owners, resident.slots, 1)
-        return (owners == executor.slots.counts).all(), set(executor.branches), len(scheduler.batch.rows)
+        return (owners(executor) == executor.slots.counts).all(), set(executor.branches), len(scheduler.batch.rows)
 
     assert runtime.do(job) == (True, {user.window.branch for user in users}, 0)
     assert scheduler.waiting == 0

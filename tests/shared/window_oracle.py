@@ -18,6 +18,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.models import Buckets, ModelBackbone, load
 from tests.goldens.load import write_checkpoint
+from tests.shared.transition_cases import composed
 
 BUCKETS = Buckets(smallest=16, steps=1)
 FAMILIES = {
@@ -42,17 +43,32 @@ def backbone_of(name: str) -> Any:
     return tiny(name)
 
 
-def counting_of(backbone: ModelBackbone) -> Any:
-    """The same backbone, counting its forwards of chunks."""
-    counting: Any = copy.copy(backbone)
-    counting.forwards = 0
+class Watched:
+    """A copy of a backbone that counts its forwards, and whose forwards fail once `left` of them have run."""
 
-    def prefill(*args, **options):
-        counting.forwards += 1
-        return backbone.prefill(*args, **options)
+    def __init__(self, backbone: Any):
+        self.backbone: Any = copy.copy(backbone)
+        self.forwards, self.left, self.failure = 0, 0, None
+        for name in ("prefill", "prefill_padded"):
+            setattr(self.backbone, name, self._watching(getattr(backbone, name)))
 
-    counting.prefill = prefill
-    return counting
+    def fail(self, failure: Any, after: int = 0) -> None:
+        """Lets forwards raise an exception, or give NaN, or (None) succeed again."""
+        self.failure, self.left = failure, after
+
+    def _watching(self, run: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
+            self.forwards += 1
+            if self.failure is not None:
+                self.left -= 1
+            if self.failure is None or self.left >= 0:
+                return run(*args, **options)
+            if self.failure == "nan":
+                out = run(*args, **options)
+                return out._replace(logits=out.logits * np.nan)
+            raise self.failure
+
+        return watched
 
 
 def tokens_of(backbone: ModelBackbone, seed: int, length: int) -> Tokens:
@@ -128,19 +144,12 @@ class Naive:
 
 
 def transition_behind(layout: kvp.KVLayout, parts: Sequence[NaivePart]) -> dict[str, jnp.ndarray]:
-    """What linear layers hold behind the parts, from zeros: each state by the definition, S → M·S + B; in float64."""
+    """What linear layers hold behind the parts, from zeros, in float64."""
     if not layout.parts:
         return {}
-    held = {channel.name: np.float64(0.0) * parts[0].kv[channel.name] for channel in layout.parts}
-    held["map"] += np.eye(held["map"].shape[2])[:, None]
-    for part in parts:
-        map_, rows = part.kv["map"].astype(np.float64), held["tail"].shape[2]
-        for name in ("map", "state"):
-            held[name] = np.stack([map_[:, :, :, k] @ held[name][:, :, :, k] for k in range(map_.shape[3])], axis=3)
-        held["state"] += part.kv["state"]
-        inputs = [held["tail"], part.kv["tail"][:, :, max(rows - part.tokens.embeddings.shape[1], 0) :]]
-        held["tail"] = np.concatenate(inputs, axis=2)[:, :, -rows:]
-    return {name: jnp.asarray(value, jnp.float32) for name, value in held.items()}
+    pieces = [{channel.name: part.kv[channel.name][:, 0] for channel in layout.parts} for part in parts]
+    transition = composed(pieces, [part.tokens.embeddings.shape[1] for part in parts])
+    return {name: jnp.asarray(value[:, None], jnp.float32) for name, value in transition.items()}
 
 
 def added(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, np.ndarray]:
@@ -185,3 +194,12 @@ def expect_equal(executor: Any, window: Any, naive: Naive, bar: float) -> None:
         wanted = np.asarray(value, np.float32)[:, 0]
         assert found[name].shape == wanted.shape
         assert np.abs(found[name] - wanted).max() <= bar * np.abs(wanted).max(), name
+
+
+def owners(executor: Any) -> np.ndarray:
+    """How many pieces of all branches have each slot."""
+    counts = np.zeros_like(executor.slots.counts)
+    for residents in executor.branches.values():
+        for resident in residents.values():
+            counts[resident.slots] += 1
+    return counts

@@ -3,21 +3,14 @@
 
 import numpy as np
 import pytest
-from window_cases import BAR, Loop, Watched, owners, patched
+from window_cases import BAR, Loop, patched
 
 import kvpatch_jax as kvp
-from kvpatch_jax.window import (
-    BARE,
-    PREFILL,
-    Action,
-    Costs,
-    PatchNote,
-    total,
-)
+from kvpatch_jax.window import BARE, PREFILL, Action, Costs, PatchNote, total
 from tests.shared.compilations import compilations
 from tests.shared.memory_store import MemoryStore
 from tests.shared.session_cases import PatchesAlone, image_of, settled, worded, words
-from tests.shared.window_oracle import backbone_of
+from tests.shared.window_oracle import Watched, backbone_of, owners
 
 NIGHTLY = pytest.mark.nightly
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from window_cases import Loop, Watched, distance, patched, same, text
+from window_cases import Loop, distance, patched, same, text
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.window import PatchFormer, PatchNote, Service, StoredPrefills, traffic
 from tests.shared.memory_store import MemoryStore
-from tests.shared.window_oracle import backbone_of, tokens_of
+from tests.shared.window_oracle import Watched, backbone_of, tokens_of
 
 
 class PausableStore(MemoryStore):

@@ -1,6 +1,5 @@
 """Windows of made-up entries, for tests that need no backbone; and a loop of real ones on an executor."""
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -43,34 +42,6 @@ def note_of(window: Window, id: str, before: str | None = None, **changes: Any) 
 
 def patched(note: PatchNote, stale: bool = False) -> Service:
     return Service("patch", note, allow_stale=stale)
-
-
-class Watched:
-    """A copy of a backbone that counts its forwards, and whose forwards fail once `left` of them have run."""
-
-    def __init__(self, backbone: Any):
-        self.backbone: Any = copy.copy(backbone)
-        self.forwards, self.left, self.failure = 0, 0, None
-        for name in ("prefill", "prefill_padded"):
-            setattr(self.backbone, name, self._watching(getattr(backbone, name)))
-
-    def fail(self, failure: Any, after: int = 0) -> None:
-        """Lets forwards raise an exception, or give NaN, or (None) succeed again."""
-        self.failure, self.left = failure, after
-
-    def _watching(self, run: Any) -> Any:
-        def watched(*args: Any, **options: Any) -> Any:
-            self.forwards += 1
-            if self.failure is not None:
-                self.left -= 1
-            if self.failure is None or self.left >= 0:
-                return run(*args, **options)
-            if self.failure == "nan":
-                out = run(*args, **options)
-                return out._replace(logits=out.logits * np.nan)
-            raise self.failure
-
-        return watched
 
 
 class Loop:
@@ -162,12 +133,3 @@ def distance(rows: dict[str, np.ndarray], expected: dict[str, Any]) -> float:
 def same(rows: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
     """Whether all bits are equal."""
     return rows.keys() == expected.keys() and all(np.array_equal(value, expected[name]) for name, value in rows.items())
-
-
-def owners(executor: Executor) -> np.ndarray:
-    """How many pieces of all branches have each slot."""
-    counts = np.zeros_like(executor.slots.counts)
-    for residents in executor.branches.values():
-        for resident in residents.values():
-            counts[resident.slots] += 1
-    return counts

@@ -1,9 +1,10 @@
-"""A chunk checks and copies what it is made of, and its content changes with every number and with no padding."""
+"""A chunk checks and copies what it is made of, and its identity is that of its numbers, its making and its front."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import copy
 import dataclasses
 import hashlib
+import itertools
 import pickle
 from typing import Any
 
@@ -11,13 +12,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Chunk, decode_chunk, encode_chunk, examine
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.cache import (
+    UNKNOWN_WAYS,
+    Antecedent,
+    Chunk,
+    Member,
+    antecedent_of,
+    contents_differ,
+    decode_chunk,
+    encode_chunk,
+    examine,
+    identity,
+    likeness_keys,
+    merged,
+    prefilled,
+    slides,
+)
 from kvpatch_jax.core import KVEncoding, KVLayout, PackedArray, Rope
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, ShapeError
 from tests.shared import transition_cases as hybrid
 from tests.shared.operator_cases import LAYOUTS, chunk_of, kv_of, local_of
+from tests.shared.window_oracle import backbone_of
 
 PARTS = sorted(hybrid.PARTS)
 
@@ -100,7 +120,7 @@ def test_arrays_that_change_later_change_no_chunk():
         np.asarray(chunk.kv["k"])[:] = 1
 
 
-# ------------------------------------------------------------------------------------------------------- content
+# ----------------------------------------------------------------------------------------------------------- content
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
@@ -147,7 +167,7 @@ def test_a_computed_content_outlives_encoding_in_every_copy():
     assert dataclasses.replace(chunk, content=None).content != plain.content
 
 
-# ----------------------------------------------------------------------------------------------- hybrid models
+# ----------------------------------------------------------------------------------------------------- hybrid models
 
 
 def test_padding_leaves_a_transition_and_its_content():
@@ -210,3 +230,165 @@ def test_few_bits_pack_the_rows_and_round_the_transition():
             assert (np.asarray(placed[name]) == np.asarray(value)).all()
         else:
             assert (np.asarray(value) == np.asarray(alone.kv[name])).all()
+
+
+# -------------------------------------------------------------------------------------------------------- identities
+
+
+BARE, OTHER = identity("A", "bare"), identity("A", "patch 3fa")
+ONE, TWO = Member("A", "one"), Member("B", "two")
+TEXTS = st.sampled_from(["A", "B", "prefill", "A\0B", ""]) | st.text("ab\0é/", max_size=3)
+KV, KNOWN = st.sampled_from(prefilled("ABC")), st.none() | TEXTS.filter(bool)
+CONTENTS = st.sampled_from([None, "x", "y"])
+FIELDS = st.tuples(
+    st.lists(st.tuples(TEXTS, KNOWN), max_size=3), st.lists(st.tuples(TEXTS, KNOWN, KV), max_size=2)
+).map(lambda parts: [*parts[0], *parts[1]])
+"""Fields of some members that are exact, then perhaps of some that are not."""
+
+
+@given(*[st.tuples(TEXTS, st.sampled_from(["prefill", "bare"]), st.lists(KV, max_size=3).map(tuple))] * 2)
+def test_kv_is_identical_where_content_method_and_front_are(first: tuple, second: tuple):
+    identities = [identity(*first), identity(*second)]
+    assert (identities[0] == identities[1]) == (first == second)
+    assert all(len(digest) == 32 and set(digest) <= set("0123456789abcdef") for digest in identities)
+
+
+def test_a_prefill_depends_on_all_that_precedes_it():
+    exact = prefilled("ABC")
+    assert exact == (identity("A"), identity("B", front=exact[:1]), identity("C", front=exact[:2]))
+    assert prefilled("BC", exact[:1]) == exact
+    assert prefilled("ABD")[:2] == exact[:2]
+    assert len({*exact, *prefilled("BAC"), *prefilled("BC", (BARE,))}) == 3 + 3 + 3
+
+
+@given(st.lists(KV, max_size=5), st.lists(KV, max_size=4))
+def test_slides_count_what_has_left_of_what_was_seen(seen: list, front: list):
+    possible = set(itertools.combinations(seen, len(front)))
+    assert slides(tuple(seen), tuple(front)) == (len(seen) - len(front) if tuple(front) in possible else None)
+
+
+def test_likeness_keys_depend_on_the_lead_and_the_nearest_chunk():
+    places = [(prefilled("A"), "C"), (prefilled("A"), "D"), (prefilled("B"), "C"), ((), "C")]
+    keys = [likeness_keys(*place) for place in places]
+    assert all(list(own) == ["mean", "near"] for own in keys)
+    assert len({key for own in keys for key in own.values()}) == 8
+
+
+def test_ways_are_merged_until_nothing_is_known():
+    first, second, many = (("bare", 0), ("stored", 4)), (("near", 0),), tuple(("survivor", count) for count in range(8))
+    assert merged(first, second) == merged(second, first) == (("bare", 0), ("near", 0), ("stored", 4))
+    assert (merged(first, ()), merged((), first), merged(many[:4], many[4:])) == (first, first, many)
+    assert all(merged(*pair) == UNKNOWN_WAYS for pair in ((first, UNKNOWN_WAYS), (UNKNOWN_WAYS, first), (many, first)))
+
+
+@given(FIELDS, FIELDS)
+def test_digests_are_equal_where_the_members_are(first: list, second: list):
+    one, two = (Antecedent(tuple(Member(*fields) for fields in each)) for each in (first, second))
+    assert (one.digest == two.digest) == (one.members == two.members) == (one == two)
+
+
+def test_an_antecedent_has_the_identities_of_its_members():
+    chunk = chunk_of("gqa", id="A", content="one")
+    assert antecedent_of([chunk, "B"]) == Antecedent.of(chunk, "B") == Antecedent((ONE, Member("B")))
+    assert Antecedent.of(chunk, "B").identities == prefilled(["one", "B"])
+    assert Antecedent.of("A", Member("B", None, BARE)).identities == (identity("A"), BARE)
+    assert Antecedent.of(ONE).exact
+    assert not Antecedent.of(Member("A", None, BARE)).exact
+    chunks, exact = [("A", "one"), ("B", "two"), ("C", None)], prefilled(["one", "two", "C"])
+    assert Antecedent.at(chunks, exact) == Antecedent.of(ONE, TWO, "C")
+    patched = Antecedent.at(chunks, (exact[0], OTHER, exact[2]))
+    assert patched.members == (ONE, Member("B", "two", OTHER), Member("C", None, exact[2]))
+    assert patched.identities == (exact[0], OTHER, exact[2])
+
+
+@given(st.lists(st.tuples(st.sampled_from("AB"), CONTENTS, CONTENTS), max_size=4), st.randoms())
+def test_sets_agree_where_some_order_of_them_does(pairs: list, random):
+    """Against trying all orders, which is what one patch for every order means."""
+    first = [Member(id, content) for id, content, _ in pairs]
+    second = [Member(id, content) for id, _, content in pairs]
+    random.shuffle(second)
+
+    def agrees(order: tuple[Member, ...]) -> bool:
+        met = zip(first, order, strict=True)
+        return all(a.id == b.id and not contents_differ(a.content, b.content) for a, b in met)
+
+    one, two = Antecedent(tuple(first)), Antecedent(tuple(second))
+    assert (one.difference(two, orbit=True) is None) == any(map(agrees, itertools.permutations(second)))
+    assert (one.difference(two) is None) == agrees(tuple(second))
+
+
+def test_what_is_no_antecedent_is_refused(unchecked: None):
+    chunk = chunk_of("gqa", id="A")
+    for value in ("A", chunk, Member("A"), None, {"A"}, [3], [chunk.kv], [("A", None, None)]):
+        with pytest.raises(InputError, match=r"antecedent.*expected"):
+            antecedent_of(value)
+    for member in (Member(3), Member("A", ""), Member("A", None, "bare")):
+        with pytest.raises(InputError, match=r"antecedent.*expected"):
+            Antecedent.of(member)
+    with pytest.raises(InputError, match=r"'B' prefilled behind 'A', which is not exact; expected"):
+        Antecedent.of(Member("A", None, BARE), "B")
+    with pytest.raises(InputError, match="all exact, or none"):
+        Antecedent.of("A", Member("B", None, BARE)).sorted()
+
+
+# ------------------------------------------------------------------------------------------------------------- leads
+
+
+LEAD, OTHER_LEAD, UNIT = [[5, 6, 7, 8]], [[5, 6, 7, 9]], [[11, 12, 13]]
+
+
+def near(found, wanted) -> bool:
+    return all(np.allclose(found[name], wanted[name], atol=2e-5) for name in wanted)
+
+
+def repeated(tokens: Tokens) -> Tokens:
+    """Two equal rows of tokens."""
+    return Tokens(*(None if part is None else np.repeat(part, 2, axis=0) for part in tokens))
+
+
+def test_a_canonical_behind_a_lead_is_what_one_prompt_of_both_holds(backbone):
+    """And so is conditioned KV, in rows of a batch too; its positions count from its own start."""
+    middle = [21, 22]
+    prompts = [backbone.embed(**backbone.prepare([ids])) for ids in (LEAD[0] + UNIT[0], LEAD[0] + middle + UNIT[0])]
+    both, all_three = (backbone.prefill(tokens).kv for tokens in prompts)
+    chunk, alone = kvp.make_chunk(backbone, UNIT, lead=LEAD), kvp.make_chunk(backbone, UNIT)
+    assert near(chunk.kv, {name: value[:, 0, 4:] for name, value in both.items()})
+    assert not near(chunk.kv, alone.kv)
+    assert (np.asarray(chunk.local) == np.asarray(alone.local)).all()
+    assert (chunk.span, chunk.length, alone.lead) == (alone.span, alone.length, None)
+
+    wanted = {name: value[:, 0, 6:] for name, value in all_three.items()}
+    tokens = [backbone.embed(**backbone.prepare([ids])) for ids in (LEAD[0], middle, UNIT[0])]
+    found = kvp.conditioned(backbone, [[middle], UNIT], lead=LEAD)
+    assert len(found) == 2
+    assert near(found[1], wanted)
+    rows = kvp.conditioned(backbone, [repeated(own) for own in tokens[1:]], lead=tokens[0])[1]
+    for row in range(2):
+        assert near({name: value[:, row] for name, value in rows.items()}, wanted)
+
+
+def test_the_lead_is_part_of_a_chunks_identity(backbone):
+    alone, behind, other = (kvp.make_chunk(backbone, UNIT, lead=lead) for lead in (None, LEAD, OTHER_LEAD))
+    for word in ("id", "content", "lead"):
+        assert len({getattr(chunk, word) for chunk in (alone, behind, other)}) == 3
+    tokens = backbone.embed(**backbone.prepare(LEAD))
+    again = kvp.make_chunk(backbone, UNIT, lead=tokens)
+    assert (again.id, again.lead) == (behind.id, behind.lead)
+    assert behind.pad(9).lead == behind.lead
+    with pytest.raises(ShapeError, match="lead: got 2 rows; expected one"):
+        kvp.make_chunk(backbone, UNIT, lead=repeated(tokens))
+
+
+def test_units_of_a_hybrid_have_the_transitions_of_their_own_tokens():
+    """Composed, they are that of one prompt of all, and their rows are the prompt's."""
+    model, ids = backbone_of("hybrid"), [[5, 6, 7], [11, 12, 13, 14, 15], [8, 9]]
+    lead, first, second = ([unit] for unit in ids)
+    front, behind = kvp.make_chunk(model, lead), kvp.make_chunk(model, first, lead=lead)
+    units = [dict(front.kv), *kvp.conditioned(model, [first, second], lead=lead)]
+    prompt = model.prefill(model.embed(**model.prepare([[*ids[0], *ids[1], *ids[2]]]))).kv
+    rows = {name: np.concatenate([kv[name] for kv in units], axis=1) for name in "kv"}
+    hybrid.close({name: prompt[name][:, 0] for name in "kv"}, rows, 1e-5)
+    transition = hybrid.composed([{name: np.asarray(kv[name]) for name in PARTS} for kv in units], [3, 5, 2])
+    hybrid.close({name: prompt[name][:, 0] for name in transition}, transition, 1e-5)
+    assert (np.asarray(behind.kv["state"]) == np.asarray(units[1]["state"])).all()
+    assert not np.allclose(kvp.make_chunk(model, first).kv["state"], behind.kv["state"])
