@@ -1,14 +1,15 @@
-"""Mean bases and shared directions are those of their inputs, named by them, and refused for one another."""
+"""Mean bases, shared directions and orbit patches are those of their inputs, and are refused for any others."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Antecedent, Member
-from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.cache import Antecedent, Member, identity
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from kvpatch_jax.patching import Basis, check_in_basis, fit_basis, form_in_basis, mean_base, with_basis
 from kvpatch_jax.store import ChunkStore
 from tests.shared.arrays import placed
@@ -160,3 +161,52 @@ def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
         store.put_encoder("other", "tiny", np.zeros(8, np.float32))
         assert store.patch_count(CHUNK.id, "tiny") < 3
         assert store.get_basis(basis.digest, CHUNK.layout, "tiny") is not None
+
+
+# ------------------------------------------------------------------------------------------------ orbits of antecedents
+
+
+FULL = chunk_of("gqa")
+ONE, TWO = Member("A", "one"), Member("B", "two")
+BARE = identity("A", "bare")
+
+
+@pytest.mark.parametrize("encoding", [None, "k3v3g8"])
+def test_an_orbit_is_the_mean_over_its_orders(encoding):
+    """Against the mean by hand, at full rank, at an order that was never prefilled."""
+    chunk = FULL if encoding is None else kvp.encode_chunk(FULL, encoding)
+    members, unseen = [ONE, TWO, Member("C")], (2, 1, 0)
+    orders = [order for order in itertools.permutations(range(3)) if order != unseen]
+    conditioned = [conditioned_of(FULL, rank=1, seed=seed) for seed in range(len(orders))]
+    sums = None
+    for order, kv in zip(orders, conditioned, strict=True):
+        sums = kvp.accumulate(sums, kv, chunk, [members[place] for place in order])
+    patch = kvp.orbit_patch(sums, 24, method="exact", dtype="float32")
+    assert patch.metadata.orbit
+    assert patch.metadata.antecedent == Antecedent(tuple(members))
+    assert patch.metadata.chunk.encoding == (None if encoding is None else "k3v3g8")
+    mean = {name: np.mean([np.asarray(kv[name], np.float64) for kv in conditioned], axis=0) for name in FULL.kv}
+    found = kvp.apply_patch(chunk, patch, 5, [members[place] for place in unseen])
+    for name, value in placed_in_float64(FULL.layout, mean, FULL.local, 5).items():
+        np.testing.assert_allclose(found[name], value, atol=1e-4)
+
+
+def test_an_orbit_is_of_one_set_and_one_chunk():
+    first, second = conditioned_of(FULL, 2, 1), conditioned_of(FULL, 2, 2)
+    sums = kvp.accumulate(None, first, FULL, [ONE, TWO])
+    for wrong in ([ONE], ["A", "B"], [ONE, Member("B", "three")], [ONE, TWO._replace(identity=BARE)]):
+        with pytest.raises((PatchMismatchError, InputError), match=r"antecedent.*expected"):
+            kvp.accumulate(sums, second, FULL, wrong)
+    short = chunk_of("gqa", tokens=1, content=FULL.content)
+    for chunk, error in ((short, PatchMismatchError), (FULL.pad(32), ShapeError)):
+        kv = {name: np.asarray(value) for name, value in chunk.kv.items()}
+        with pytest.raises(error, match=r"accumulate: got"):
+            kvp.accumulate(sums, kv, chunk, [ONE, TWO])
+    patch = kvp.orbit_patch(kvp.accumulate(sums, second, FULL, [TWO, ONE]), 4)
+    for antecedent in ([TWO, ONE], ["B", "A"], [ONE, "B"]):
+        kvp.apply_patch(FULL, patch, 0, antecedent)
+    for antecedent in ([TWO], ["A", "A"], [Member("B", "x"), ONE], [ONE, TWO._replace(identity=BARE)]):
+        with pytest.raises(StalePatchError, match="formed behind any ordering of"):
+            kvp.apply_patch(FULL, patch, 0, antecedent)
+    with pytest.raises(InputError, match="rank 0"):
+        kvp.orbit_patch(sums, 0)
