@@ -13,7 +13,7 @@ from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.repair import METHODS, OtherAntecedent, RepairBudget, RepairBytes, canonical_of
 from tests.repair import byte_oracles as oracles
-from tests.shared.splices import BEFORE, LONG, ROWS, canonical_chunk, error, one_row
+from tests.repair.splices import BEFORE, LONG, ROWS, canonical_chunk, error, one_row
 
 PLENTY = RepairBudget(kv_bytes=10**7)
 CHUNK_SLOTS = slice(BEFORE, BEFORE + LONG)
