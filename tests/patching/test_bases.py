@@ -53,19 +53,6 @@ def test_names_are_of_the_antecedents_in_any_order():
     assert first.lead != second.lead
 
 
-def test_a_patch_of_one_base_is_refused_on_another():
-    bases = [CHUNK, mean_base(CHUNK, KVS[1:], BEHIND[1:]), mean_base(CHUNK, KVS[:1], BEHIND[:1])]
-    wanted = kvp.to_engine(CHUNK.layout, KVS[0], CHUNK.local, 9)
-    for own in bases:
-        patch = kvp.form_patch(own, KVS[0], 24, BEHIND[0], method="exact")
-        found = kvp.apply_patch(own, patch, 9, BEHIND[0])
-        np.testing.assert_allclose(found["k"][:, :20], wanted["k"][:, :20], atol=1e-4)
-        for other in bases:
-            if other is not own:
-                with pytest.raises(PatchMismatchError, match="lead"):
-                    kvp.Placed(other, patch, 9, BEHIND[0])
-
-
 # -------------------------------------------------------------------------------------------------- shared directions
 
 

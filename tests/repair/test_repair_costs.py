@@ -8,7 +8,18 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching import ByteBudget
 from kvpatch_jax.repair import METHODS, RepairBudget, RepairBytes, canonical_of, reprefill_flops
-from tests.repair.splices import BEFORE, CHUNK, LAYERS, LONG, PIECES, ROWS, canonical_chunk, error, make_prompt
+from tests.repair.splices import (
+    BEFORE,
+    CHUNK,
+    LAYERS,
+    LONG,
+    PIECES,
+    ROWS,
+    canonical_chunk,
+    error,
+    in_chunk,
+    make_prompt,
+)
 
 FEATURES, WIDTH = 32, 64
 TOKEN = 2 * 2 * FEATURES
@@ -127,13 +138,6 @@ def test_budgets_buy_the_papers_counts_of_tokens_and_bytes_are_shared_over_antec
 # --------------------------------------------------------------------------------------------------- the method `patch`
 
 
-CHUNK_SLOTS = slice(BEFORE, BEFORE + LONG)
-
-
-def served(cache) -> dict[str, np.ndarray]:
-    return {name: np.asarray(value)[:, :, CHUNK_SLOTS] for name, value in cache.items()}
-
-
 @pytest.mark.parametrize(
     ("settings", "encoding", "options"),
     [
@@ -152,7 +156,7 @@ def test_a_patch_is_form_patch_and_apply_patch_bit_for_bit(long, settings, encod
     patch = kvp.form_patch(chunk, splice.recorded, settings["rank"], ["legend"], method="exact", **options)
     repaired = METHODS["patch"](backbone, splice, 1.0, **settings)
     for name, value in kvp.apply_patch(chunk, patch, BEFORE, ["legend"]).items():
-        np.testing.assert_array_equal(served(repaired.cache)[name], value)
+        np.testing.assert_array_equal(in_chunk(repaired.cache, LONG)[name], value)
     # Float32 counts as it is served, in 16 bits.
     assert repaired.bytes.stored == patch.nbytes / ROWS / (1 if "dtype" in options else 2)
 
@@ -171,7 +175,7 @@ def test_a_budget_in_bytes_is_a_byte_budget_of_each_row(long, base):
         patch = kvp.form_patch(chunk, conditioned, ByteBudget(2500), ["legend"])
         assert patch.nbytes <= 2500
         for name, value in kvp.apply_patch(chunk, patch, BEFORE, ["legend"]).items():
-            assert error(served(repaired.cache)[name][:, row], value) <= 1e-5
+            assert error(in_chunk(repaired.cache, LONG)[name][:, row], value) <= 1e-5
         assert repaired.estimate is not None
         assert repaired.estimate[row] == pytest.approx(patch.predicted, rel=1e-4)
     assert 1500 <= repaired.bytes.stored <= 2500
@@ -209,13 +213,13 @@ def test_rows_of_other_lengths_and_starts_are_chunks_of_their_own(long):
     conditioned = {name: value[:, 0] for name, value in splice.recorded.items()}
     patch = kvp.form_patch(alone, conditioned, 4, ["legend"], method="exact")
     for name, value in kvp.apply_patch(alone, patch, BEFORE, ["legend"]).items():
-        assert error(served(repaired.cache)[name][:, 0, : LONG - 9], value[:, : LONG - 9]) <= 1e-5
+        assert error(in_chunk(repaired.cache, LONG)[name][:, 0, : LONG - 9], value[:, : LONG - 9]) <= 1e-5
 
     moved = splice.tokens._replace(positions=splice.tokens.positions + 5)
     canonical = canonical_of(backbone.layout, splice)
     elsewhere = METHODS["patch"](backbone, splice.replace(tokens=moved, canonical=canonical), 1.0, rank=4)
-    expected = kvp.to_phase_free(backbone.layout, served(whole.cache), splice.tokens.positions)
-    for name, value in kvp.to_phase_free(backbone.layout, served(elsewhere.cache), moved.positions).items():
+    expected = kvp.to_phase_free(backbone.layout, in_chunk(whole.cache, LONG), splice.tokens.positions)
+    for name, value in kvp.to_phase_free(backbone.layout, in_chunk(elsewhere.cache, LONG), moved.positions).items():
         assert error(value, expected[name]) <= 1e-4
 
 
@@ -224,7 +228,8 @@ def test_the_papers_order_adds_the_best_directions_of_the_rotated_deficit(long):
     if backbone.layout.kind == "mla":
         pytest.skip("one layout says it")
     low, other = (
-        served(METHODS["patch"](backbone, splice, 1.0, rank=2, frame=frame).cache) for frame in ("engine", "phase_free")
+        in_chunk(METHODS["patch"](backbone, splice, 1.0, rank=2, frame=frame).cache, LONG)
+        for frame in ("engine", "phase_free")
     )
     np.testing.assert_allclose(low["v"], other["v"], atol=2e-5)
     assert np.abs(low["k"] - other["k"]).max() > 1e-3
