@@ -13,7 +13,7 @@ from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError, Stale
 from kvpatch_jax.patching import Basis, check_in_basis, fit_basis, form_in_basis, mean_base, with_basis
 from kvpatch_jax.store import ChunkStore
 from tests.shared.arrays import placed
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, deficit_of, kv_of, placed_in_float64
 
 CHUNK = chunk_of("gqa", length=20, content="what it shows")
 KVS = [conditioned_of(CHUNK, seed=seed) for seed in range(3)]
@@ -75,8 +75,7 @@ def basis() -> Basis:
 def test_a_basis_has_the_directions_that_deficits_share(basis):
     """Against the singular vectors of all deficits one above the other, in float64."""
     for name, found in basis.directions.items():
-        deficits = [np.asarray(behind(seed)[name], np.float64) - np.asarray(CHUNK.kv[name]) for seed in range(3)]
-        stacked = np.concatenate([own[:, :20].reshape(3, 20, 32) for own in deficits], axis=1)
+        stacked = np.concatenate([deficit_of(CHUNK, behind(seed))[name] for seed in range(3)], axis=1)
         for layer in range(3):
             wanted = np.linalg.svd(stacked[layer])[2][:4]
             np.testing.assert_allclose(np.abs(np.asarray(found[layer]) @ wanted.T), np.eye(4), atol=1e-3)

@@ -23,7 +23,15 @@ from kvpatch_jax.patching import (
 )
 from kvpatch_jax.patching.byte_budget import choose_directions
 from tests.shared.arrays import placed
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
+from tests.shared.operator_cases import (
+    LAYOUTS,
+    chunk_of,
+    conditioned_of,
+    correction_of,
+    deficit_of,
+    kv_of,
+    placed_in_float64,
+)
 
 CHUNK = chunk_of("gqa", length=20)
 A = ("A",)
@@ -38,21 +46,6 @@ def conditioned(chunk: kvp.Chunk = CHUNK, seed: int = 5) -> dict:
         noise = rng.standard_normal((chunk.layout.layers, chunk.tokens, F)) * size[:, None]
         found[channel.name] = placed(value + noise.reshape(value.shape).astype(value.dtype))
     return found
-
-
-def deltas(chunk: kvp.Chunk, kv: dict) -> dict[str, np.ndarray]:
-    """Of every layer and channel, padding left out, float64 [L, T, F]."""
-    found = {}
-    for name, value in kv.items():
-        delta = np.asarray(value, np.float64) - np.asarray(chunk.kv[name], np.float64)
-        found[name] = delta[:, : chunk.length].reshape(len(delta), chunk.length, -1)
-    return found
-
-
-def corrections(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, np.ndarray]:
-    """u v of every layer and channel, before any rotation."""
-    pairs = {name: [np.asarray(leaf, np.float64) for leaf in own.by_layer()] for name, own in patch.factors.items()}
-    return {name: (u @ v)[:, : chunk.length] for name, (u, v) in pairs.items()}
 
 
 @pytest.mark.parametrize("costs", [(3, 3), (5, 1)])
@@ -79,7 +72,7 @@ def test_the_greedy_choice_is_the_best_of_all(costs, budget):
 
 def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     kv = conditioned()
-    values = {name: np.linalg.svd(delta, compute_uv=False) for name, delta in deltas(CHUNK, kv).items()}
+    values = {name: np.linalg.svd(delta, compute_uv=False) for name, delta in deficit_of(CHUNK, kv).items()}
     even = kvp.form_patch(CHUNK, kv, 3, A, method="exact")
     budget = ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
     patch = kvp.form_patch(CHUNK, kv, budget, A, dtype="float32", dense=False)
@@ -90,8 +83,8 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
             dropped += float((values[name][layer, rank:] ** 2).sum())
             norms = np.linalg.norm(np.asarray(own.u), axis=1)[np.asarray(own.rows)[layer, :rank]]
             assert (np.diff(norms) <= 0).all()
-    have = corrections(CHUNK, patch)
-    left = sum(np.square(delta - have.get(name, 0.0)).sum() for name, delta in deltas(CHUNK, kv).items())
+    have = correction_of(patch, CHUNK.length)
+    left = sum(np.square(delta - have.get(name, 0.0)).sum() for name, delta in deficit_of(CHUNK, kv).items())
     np.testing.assert_allclose(left, dropped, rtol=1e-4)
     one_rank = sum(float((values[name][:, 3:] ** 2).sum()) for name in values)
     assert dropped < 0.85 * one_rank
@@ -180,16 +173,16 @@ def test_a_budget_is_spent_where_errors_count(kind):
     chunk = chunk_of(kind, length=20)
     kv, weights, budget = conditioned_of(chunk, rank=12), weights_of(chunk), ByteBudget(2500, relative=0)
     patch = kvp.form_patch(chunk, kv, budget, A, weights=weights, dtype="float32", dense=False)
-    plain = corrections(chunk, kvp.form_patch(chunk, kv, budget, A, dtype="float32", dense=False))
+    plain = kvp.form_patch(chunk, kv, budget, A, dtype="float32", dense=False)
     assert patch.nbytes <= 2500
     dropped = energy = other = 0.0
-    have = corrections(chunk, patch)
-    for name, delta in deltas(chunk, kv).items():
+    have, without = (correction_of(own, chunk.length) for own in (patch, plain))
+    for name, delta in deficit_of(chunk, kv).items():
         W = weights.weights[name].astype(np.float64)[:, None]
         for layer, own in enumerate(np.linalg.svd(delta * W, compute_uv=False)):
             dropped += (own[patch.factors[name].ranks[layer] :] ** 2).sum()
         energy += np.square((delta - have[name]) * W).sum()
-        other += np.square((delta - plain.get(name, 0.0)) * W).sum()
+        other += np.square((delta - without.get(name, 0.0)) * W).sum()
     np.testing.assert_allclose(energy, dropped, rtol=1e-4)
     assert energy < 0.95 * other
 

@@ -19,7 +19,7 @@ from kvpatch_jax.core import RaggedFactors, is_packed, ops
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError, ShapeError
 from kvpatch_jax.patching import fit_basis, mean_base
 from tests.shared import transition_cases as hybrid
-from tests.shared.operator_cases import chunk_of, conditioned_of, placed_in_float64
+from tests.shared.operator_cases import chunk_of, conditioned_of, correction_of, deficit_of, placed_in_float64
 from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, TOKENS, close, drawn
 
 A, CHANGED = ("A1", "A2"), ("A1", "A3")
@@ -40,31 +40,9 @@ def error(found: dict, expected: dict) -> float:
     return max(float(np.abs(np.asarray(found[name]) - np.asarray(expected[name])).max()) for name in expected)
 
 
-def deficit(chunk: kvp.Chunk, conditioned: dict) -> dict[str, np.ndarray]:
-    """What a patch has to add to the numbers that the canonical decodes to."""
-    return {
-        name: np.asarray(value, np.float64) - np.asarray(kvp.cache.decode_chunk(chunk).kv[name], np.float64)
-        for name, value in conditioned.items()
-    }
-
-
-def added(patch: kvp.Patch) -> dict[str, np.ndarray]:
-    """The dense correction of joint factors, [L, T, K, H], in NumPy."""
-    result = {}
-    for name, own in patch.factors.items():
-        channel = patch.metadata.chunk.layout.channel(name)
-        if isinstance(own, tuple):
-            product = np.asarray(own[0], np.float64) @ np.asarray(own[1], np.float64)
-        else:
-            product = np.asarray(own, np.float64)
-        result[name] = product.reshape(*product.shape[:2], channel.heads, channel.width)
-    return result
-
-
 def best_error(delta: np.ndarray, rank: int) -> float:
     """The least error that factors of a rank have, over all layers."""
-    flat = delta.reshape(*delta.shape[:2], -1)
-    return float(np.sqrt((np.linalg.svd(flat, compute_uv=False)[:, rank:] ** 2).sum()))
+    return float(np.sqrt((np.linalg.svd(delta, compute_uv=False)[:, rank:] ** 2).sum()))
 
 
 # ------------------------------------------------------------------------------------------------------- removal
@@ -89,8 +67,8 @@ def test_a_removal_from_the_canonical_is_an_ordinary_patch(chunk, encoding):
     target = conditioned_of(base)
     patch = kvp.removal_patch(base, target, alone, 24, ("B",), (), method="exact", dtype="float32")
     assert (patch.metadata.base, patch.metadata.base_antecedent) == ("canonical", None)
-    for name, found in added(patch).items():
-        np.testing.assert_allclose(found, deficit(base, target)[name], atol=1e-4)
+    for name, found in correction_of(patch).items():
+        np.testing.assert_allclose(found, deficit_of(base, target)[name], atol=1e-4)
     with pytest.raises(InputError, match=r"removal_patch: got the canonical of .* as its KV behind \('A',\)"):
         kvp.removal_patch(base, target, alone, 4, ("B",), ("A",))
     other = {**alone, "k": alone["k"] + 1}
@@ -115,11 +93,11 @@ def test_an_updated_patch_is_the_best_of_its_rank_behind_the_changed_antecedent(
         for leaf, other in zip((u, v), updated.factors[name], strict=True):
             assert (type(leaf), leaf.nbytes) == (type(other), other.nbytes)
     rounding = 1e-5 if dtype == "float32" else 0.05
-    for name, delta in deficit(chunk, changed).items():
-        total = added(patch)[name] + added(correction)[name]
-        least = best_error(delta - added(patch)[name], 13)
+    for name, delta in deficit_of(chunk, changed).items():
+        total = correction_of(patch)[name] + correction_of(correction)[name]
+        least = best_error(delta - correction_of(patch)[name], 13)
         assert np.linalg.norm(total - delta) <= 1.001 * least + rounding * np.linalg.norm(delta)
-        left = np.linalg.norm(added(updated)[name] - total)
+        left = np.linalg.norm(correction_of(updated)[name] - total)
         assert left <= 1.001 * best_error(total, RANK) + rounding * np.linalg.norm(delta)
     kvp.apply_patch(chunk, updated, 3, CHANGED)
 
@@ -182,8 +160,8 @@ def test_a_correction_is_folded_into_the_patch_that_it_corrects_and_no_other(chu
 
 def test_a_truncated_patch_is_the_one_of_lower_rank(chunk, patch):
     formed = kvp.form_patch(chunk, conditioned_of(chunk, 6), 3, A, method="exact")
-    for name, found in added(kvp.truncate(patch, 3)).items():
-        np.testing.assert_allclose(found, added(formed)[name], atol=1e-5)
+    for name, found in correction_of(kvp.truncate(patch, 3)).items():
+        np.testing.assert_allclose(found, correction_of(formed)[name], atol=1e-5)
     cut = kvp.truncate(patch, {"k": 2})
     assert (cut.ranks, cut.metadata.errors) == ({"k": 2, "v": 6}, None)
     for rank, kind, message in ((7, InputError, "rank 7"), (0, InputError, "rank 0"), ({"q": 2}, LayoutError, "'q'")):
@@ -199,8 +177,8 @@ def test_fewer_layers_have_the_rows_of_those_layers(chunk, patch):
         np.testing.assert_array_equal(v, patch.factors[name][1][1:])
     formed = kvp.form_patch(chunk, conditioned_of(chunk, 6), 6, A, method="exact", dense=False, layers=[2, 1, 2])
     assert formed.metadata == deep.metadata
-    for name, correction in added(formed).items():
-        np.testing.assert_allclose(correction, added(deep)[name], atol=1e-5)
+    for name, correction in correction_of(formed).items():
+        np.testing.assert_allclose(correction, correction_of(deep)[name], atol=1e-5)
     middle = kvp.keep_layers(deep, [1])
     np.testing.assert_array_equal(middle.factors["k"][0][0], patch.factors["k"][0][1])
     found, bare, full = (kvp.apply_patch(chunk, own, 3, A) for own in (middle, None, patch))
@@ -225,8 +203,8 @@ def test_fewer_bits_are_scaled_whatever_the_range(patch, dtype: str, share: floa
     assert (few.ranks, few.metadata.errors) == (patch.ranks, None)
     bar = {"int4": 0.2, "float8_e4m3fn": 0.08, "int6gall": 0.05}.get(dtype, 0.02)
     for own in (few, kvp.quantise(kvp.quantise(large, "int8"), dtype)):
-        for name, value in added(own).items():
-            exact = added(large)[name]
+        for name, value in correction_of(own).items():
+            exact = correction_of(large)[name]
             assert 0 < np.linalg.norm(value - exact) < bar * np.linalg.norm(exact)
 
 

@@ -22,7 +22,7 @@ from kvpatch_jax.errors import (
 from kvpatch_jax.patching import ByteBudget
 from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, deficit_of, kv_of, placed_in_float64
 
 A = ("A1", "A2")
 
@@ -61,8 +61,7 @@ def test_what_a_rank_leaves_is_what_the_singular_values_leave(name: str, method,
     patch = kvp.form_patch(chunk, conditioned, 5, A, method=method, dense=False)
     for channel, (u, v) in patch.factors.items():
         u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
-        delta = np.asarray(conditioned[channel], np.float64) - np.asarray(chunk.kv[channel], np.float64)
-        delta = delta[:, :20].reshape(len(delta), 20, -1)
+        delta = deficit_of(chunk, conditioned)[channel]
         least = (np.linalg.svd(delta, compute_uv=False)[:, 5:] ** 2).sum(-1)
         left = np.square(delta - (u @ v)[:, :20]).sum((1, 2))
         assert (left >= least * (1 - 1e-4)).all()
