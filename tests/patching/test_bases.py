@@ -1,18 +1,19 @@
-"""Mean bases and shared directions are those of their inputs, named by them, and refused for one another."""
+"""Mean bases, shared directions and orbit patches are those of their inputs, and are refused for any others."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Antecedent, Member
-from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.cache import Antecedent, Member, identity
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from kvpatch_jax.patching import Basis, check_in_basis, fit_basis, form_in_basis, mean_base, with_basis
 from kvpatch_jax.store import ChunkStore
 from tests.shared.arrays import placed
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, deficit_of, kv_of, placed_in_float64
 
 CHUNK = chunk_of("gqa", length=20, content="what it shows")
 KVS = [conditioned_of(CHUNK, seed=seed) for seed in range(3)]
@@ -52,19 +53,6 @@ def test_names_are_of_the_antecedents_in_any_order():
     assert first.lead != second.lead
 
 
-def test_a_patch_of_one_base_is_refused_on_another():
-    bases = [CHUNK, mean_base(CHUNK, KVS[1:], BEHIND[1:]), mean_base(CHUNK, KVS[:1], BEHIND[:1])]
-    wanted = kvp.to_engine(CHUNK.layout, KVS[0], CHUNK.local, 9)
-    for own in bases:
-        patch = kvp.form_patch(own, KVS[0], 24, BEHIND[0], method="exact")
-        found = kvp.apply_patch(own, patch, 9, BEHIND[0])
-        np.testing.assert_allclose(found["k"][:, :20], wanted["k"][:, :20], atol=1e-4)
-        for other in bases:
-            if other is not own:
-                with pytest.raises(PatchMismatchError, match="lead"):
-                    kvp.Placed(other, patch, 9, BEHIND[0])
-
-
 # -------------------------------------------------------------------------------------------------- shared directions
 
 
@@ -87,8 +75,7 @@ def basis() -> Basis:
 def test_a_basis_has_the_directions_that_deficits_share(basis):
     """Against the singular vectors of all deficits one above the other, in float64."""
     for name, found in basis.directions.items():
-        deficits = [np.asarray(behind(seed)[name], np.float64) - np.asarray(CHUNK.kv[name]) for seed in range(3)]
-        stacked = np.concatenate([own[:, :20].reshape(3, 20, 32) for own in deficits], axis=1)
+        stacked = np.concatenate([deficit_of(CHUNK, behind(seed))[name] for seed in range(3)], axis=1)
         for layer in range(3):
             wanted = np.linalg.svd(stacked[layer])[2][:4]
             np.testing.assert_allclose(np.abs(np.asarray(found[layer]) @ wanted.T), np.eye(4), atol=1e-3)
@@ -160,3 +147,52 @@ def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
         store.put_encoder("other", "tiny", np.zeros(8, np.float32))
         assert store.patch_count(CHUNK.id, "tiny") < 3
         assert store.get_basis(basis.digest, CHUNK.layout, "tiny") is not None
+
+
+# ------------------------------------------------------------------------------------------------ orbits of antecedents
+
+
+FULL = chunk_of("gqa")
+ONE, TWO = Member("A", "one"), Member("B", "two")
+BARE = identity("A", "bare")
+
+
+@pytest.mark.parametrize("encoding", [None, "k3v3g8"])
+def test_an_orbit_is_the_mean_over_its_orders(encoding):
+    """Against the mean by hand, at full rank, at an order that was never prefilled."""
+    chunk = FULL if encoding is None else kvp.encode_chunk(FULL, encoding)
+    members, unseen = [ONE, TWO, Member("C")], (2, 1, 0)
+    orders = [order for order in itertools.permutations(range(3)) if order != unseen]
+    conditioned = [conditioned_of(FULL, rank=1, seed=seed) for seed in range(len(orders))]
+    sums = None
+    for order, kv in zip(orders, conditioned, strict=True):
+        sums = kvp.accumulate(sums, kv, chunk, [members[place] for place in order])
+    patch = kvp.orbit_patch(sums, 24, method="exact", dtype="float32")
+    assert patch.metadata.orbit
+    assert patch.metadata.antecedent == Antecedent(tuple(members))
+    assert patch.metadata.chunk.encoding == (None if encoding is None else "k3v3g8")
+    mean = {name: np.mean([np.asarray(kv[name], np.float64) for kv in conditioned], axis=0) for name in FULL.kv}
+    found = kvp.apply_patch(chunk, patch, 5, [members[place] for place in unseen])
+    for name, value in placed_in_float64(FULL.layout, mean, FULL.local, 5).items():
+        np.testing.assert_allclose(found[name], value, atol=1e-4)
+
+
+def test_an_orbit_is_of_one_set_and_one_chunk():
+    first, second = conditioned_of(FULL, 2, 1), conditioned_of(FULL, 2, 2)
+    sums = kvp.accumulate(None, first, FULL, [ONE, TWO])
+    for wrong in ([ONE], ["A", "B"], [ONE, Member("B", "three")], [ONE, TWO._replace(identity=BARE)]):
+        with pytest.raises((PatchMismatchError, InputError), match=r"antecedent.*expected"):
+            kvp.accumulate(sums, second, FULL, wrong)
+    short = chunk_of("gqa", tokens=1, content=FULL.content)
+    for chunk, error in ((short, PatchMismatchError), (FULL.pad(32), ShapeError)):
+        kv = {name: np.asarray(value) for name, value in chunk.kv.items()}
+        with pytest.raises(error, match=r"accumulate: got"):
+            kvp.accumulate(sums, kv, chunk, [ONE, TWO])
+    patch = kvp.orbit_patch(kvp.accumulate(sums, second, FULL, [TWO, ONE]), 4)
+    for antecedent in ([TWO, ONE], ["B", "A"], [ONE, "B"]):
+        kvp.apply_patch(FULL, patch, 0, antecedent)
+    for antecedent in ([TWO], ["A", "A"], [Member("B", "x"), ONE], [ONE, TWO._replace(identity=BARE)]):
+        with pytest.raises(StalePatchError, match="formed behind any ordering of"):
+            kvp.apply_patch(FULL, patch, 0, antecedent)
+    with pytest.raises(InputError, match="rank 0"):
+        kvp.orbit_patch(sums, 0)

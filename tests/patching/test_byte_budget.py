@@ -1,19 +1,37 @@
-"""A budget of bytes is never exceeded, and is spent on the directions that hold most of the deficit."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+"""A byte budget is never exceeded, and buys the directions that hold most of the deficit or whose errors cost most."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 
 import dataclasses
 import itertools
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Output, Tokens
 from kvpatch_jax.core import RaggedFactors
-from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.patching import LEAST_DIRECTIONS, ByteBudget, parse_size
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.patching import (
+    LEAST_DIRECTIONS,
+    ByteBudget,
+    InformationWeights,
+    calibrate_sensitivity,
+    parse_size,
+)
 from kvpatch_jax.patching.byte_budget import choose_directions
 from tests.shared.arrays import placed
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
+from tests.shared.operator_cases import (
+    LAYOUTS,
+    chunk_of,
+    conditioned_of,
+    correction_of,
+    deficit_of,
+    kv_of,
+    placed_in_float64,
+)
 
 CHUNK = chunk_of("gqa", length=20)
 A = ("A",)
@@ -28,31 +46,6 @@ def conditioned(chunk: kvp.Chunk = CHUNK, seed: int = 5) -> dict:
         noise = rng.standard_normal((chunk.layout.layers, chunk.tokens, F)) * size[:, None]
         found[channel.name] = placed(value + noise.reshape(value.shape).astype(value.dtype))
     return found
-
-
-def singular(chunk: kvp.Chunk, kv: dict) -> dict[str, np.ndarray]:
-    """Of each layer's deficit, padding left out, in float64."""
-    found = {}
-    for name, value in kv.items():
-        delta = np.asarray(value, np.float64) - np.asarray(chunk.kv[name], np.float64)
-        found[name] = np.stack([np.linalg.svd(own[: chunk.length].reshape(chunk.length, -1))[1] for own in delta])
-    return found
-
-
-def squared_error(chunk: kvp.Chunk, kv: dict, patch: kvp.Patch) -> float:
-    """Of a patch at start 0, before any rotation, against the whole deficit."""
-    total = 0.0
-    for name, value in kv.items():
-        delta = np.asarray(value, np.float64) - np.asarray(chunk.kv[name], np.float64)
-        delta = delta[:, : chunk.length].reshape(len(delta), chunk.length, -1)
-        own = patch.factors.get(name)
-        if own is not None:
-            u, v = np.asarray(own.u, np.float64), np.asarray(own.v, np.float64)
-            for layer, rows in enumerate(np.asarray(own.rows)):
-                rows = rows[rows < len(u)]
-                delta[layer] -= u[rows, : chunk.length].T @ v[rows]
-        total += float((delta**2).sum())
-    return total
 
 
 @pytest.mark.parametrize("costs", [(3, 3), (5, 1)])
@@ -79,7 +72,7 @@ def test_the_greedy_choice_is_the_best_of_all(costs, budget):
 
 def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     kv = conditioned()
-    values = singular(CHUNK, kv)
+    values = {name: np.linalg.svd(delta, compute_uv=False) for name, delta in deficit_of(CHUNK, kv).items()}
     even = kvp.form_patch(CHUNK, kv, 3, A, method="exact")
     budget = ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
     patch = kvp.form_patch(CHUNK, kv, budget, A, dtype="float32", dense=False)
@@ -90,7 +83,9 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
             dropped += float((values[name][layer, rank:] ** 2).sum())
             norms = np.linalg.norm(np.asarray(own.u), axis=1)[np.asarray(own.rows)[layer, :rank]]
             assert (np.diff(norms) <= 0).all()
-    np.testing.assert_allclose(squared_error(CHUNK, kv, patch), dropped, rtol=1e-4)
+    have = correction_of(patch, CHUNK.length)
+    left = sum(np.square(delta - have.get(name, 0.0)).sum() for name, delta in deficit_of(CHUNK, kv).items())
+    np.testing.assert_allclose(left, dropped, rtol=1e-4)
     one_rank = sum(float((values[name][:, 3:] ** 2).sum()) for name in values)
     assert dropped < 0.85 * one_rank
     assert len({own.ranks for own in patch.factors.values()}) > 1
@@ -161,14 +156,91 @@ def test_a_share_is_of_the_chunk_in_16_bits_and_has_a_floor():
     assert LEAST_DIRECTIONS - 0.5 <= np.mean(ranks) <= LEAST_DIRECTIONS
 
 
-def test_what_no_budget_can_form_is_refused(unchecked):
-    kv, layout = conditioned(), LAYOUTS["gqa"]
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def weights_of(chunk: kvp.Chunk) -> InformationWeights:
+    """Weights from 0.1 to 10."""
+    rng, layout = np.random.default_rng(3), chunk.layout
+    shapes = {channel.name: (layout.layers, channel.features) for channel in layout.channels}
+    weights = {name: (10 ** rng.uniform(-1, 1, shape)).astype(np.float32) for name, shape in shapes.items()}
+    return InformationWeights(weights, layout, chunk.backbone)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_budget_is_spent_where_errors_count(kind):
+    """What is left is what the singular values of Δ·W left out, and less than without weights."""
+    chunk = chunk_of(kind, length=20)
+    kv, weights, budget = conditioned_of(chunk, rank=12), weights_of(chunk), ByteBudget(2500, relative=0)
+    patch = kvp.form_patch(chunk, kv, budget, A, weights=weights, dtype="float32", dense=False)
+    plain = kvp.form_patch(chunk, kv, budget, A, dtype="float32", dense=False)
+    assert patch.nbytes <= 2500
+    dropped = energy = other = 0.0
+    have, without = (correction_of(own, chunk.length) for own in (patch, plain))
+    for name, delta in deficit_of(chunk, kv).items():
+        W = weights.weights[name].astype(np.float64)[:, None]
+        for layer, own in enumerate(np.linalg.svd(delta * W, compute_uv=False)):
+            dropped += (own[patch.factors[name].ranks[layer] :] ** 2).sum()
+        energy += np.square((delta - have[name]) * W).sum()
+        other += np.square((delta - without.get(name, 0.0)) * W).sum()
+    np.testing.assert_allclose(energy, dropped, rtol=1e-4)
+    assert energy < 0.95 * other
+
+
+SLOPES = {
+    "k": np.array([[1, -0.2, 0.6, 0.9], [0.3, 0.1, -0.5, 0.8]]),
+    "v": np.array([[1e-6, 2, 0.5, 1], [0.1, 0.3, 0.2, 0.4]]),
+}
+
+
+class LinearReader:
+    """A model of two words whose logits are linear in the sum of the cached numbers, with engine-frame keys."""
+
+    layout = kvp.KVLayout.gqa(2, 1, 4, kvp.Rope(1e4, 4))
+    fingerprint, forward_costs, encode = "linear", None, None
+
+    def prepare(self, items):
+        return {"items": items}
+
+    recompute = attention = decode = generate = embed = prepare
+
+    def prefill(self, tokens: Tokens, context: Any = None, **_):
+        rows, count = tokens.embeddings.shape[:2]
+        if context is None:
+            kv = {name: jnp.full((2, rows, count, 1, 4), 0.1) for name in "kv"}
+            return Output(jnp.zeros((rows, 1, 2)), kv, {})
+        score = sum(jnp.einsum("lbtkh,lh->b", context[name], slope) for name, slope in SLOPES.items())
+        logits = jnp.stack([jnp.zeros_like(score), score], axis=-1)
+        return Output(jnp.broadcast_to(logits[:, None], (rows, count, 2)), {}, {})
+
+
+def test_sensitivity_is_the_root_of_fishers_information():
+    """Of two words, the gradient for a feature is that of the score times a factor that all features share."""
+    model = LinearReader()
+    tokens = Tokens(np.zeros((3, 4, 1), np.float32), np.tile(np.arange(4, dtype=np.int32), (3, 1)))
+    weights = calibrate_sensitivity(model, [tokens], samples=2)
+    squares = {name: slope**2 for name, slope in SLOPES.items()}
+    # A rotary pair turns into one another, so both have its mean; the rotation keeps its length.
+    squares["k"] = np.tile((squares["k"][:, :2] + squares["k"][:, 2:]) / 2, 2)
+    mean = np.mean([*squares.values()])
+    for name, square in squares.items():
+        # A feature that hardly matters has a tenth of its layer's root mean square.
+        least = 0.1 * np.sqrt(square.mean(1, keepdims=True) / mean)
+        np.testing.assert_allclose(weights.weights[name], np.maximum(np.sqrt(square / mean), least), rtol=1e-4)
+    assert (weights.layout, weights.backbone) == (model.layout, "linear")
+
+
+def test_what_no_budget_and_no_weights_can_form_is_refused(unchecked):
+    kv, layout, weights = conditioned(), LAYOUTS["gqa"], weights_of(CHUNK)
     batch = dataclasses.replace(CHUNK, kv=kv_of(layout, 24, batch=(2,)), content=None)
+    other = dataclasses.replace(CHUNK, backbone="b")
     for error, call in (
         (InputError, lambda: ByteBudget(0)),
         (InputError, lambda: ByteBudget.share(CHUNK, 0)),
         (InputError, lambda: kvp.form_patch(CHUNK, kv, ByteBudget(30), A)),
         (ShapeError, lambda: kvp.form_patch(batch, dict(batch.kv), ByteBudget(600), A)),
+        (InputError, lambda: kvp.form_patch(CHUNK, kv, 2, A, weights=weights)),
+        (PatchMismatchError, lambda: kvp.form_patch(other, kv, ByteBudget(2000), A, weights=weights)),
     ):
         with pytest.raises(error, match="got"):
             call()

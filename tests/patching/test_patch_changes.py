@@ -1,4 +1,7 @@
-"""Removed, corrected, cut and rounded patches are those that forming them anew gives, within their rounding."""
+"""Removed, corrected, cut and rounded patches are those that forming them anew gives, those of transitions too.
+
+The oracles are NumPy's decomposition and differences in float64.
+"""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 
@@ -11,9 +14,13 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import RaggedFactors, is_packed
-from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError
-from tests.shared.operator_cases import chunk_of, conditioned_of, placed_in_float64
+from kvpatch_jax.cache import check_factors, patch_digest
+from kvpatch_jax.core import RaggedFactors, is_packed, ops
+from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError, ShapeError
+from kvpatch_jax.patching import fit_basis, mean_base
+from tests.shared import transition_cases as hybrid
+from tests.shared.operator_cases import chunk_of, conditioned_of, correction_of, deficit_of, placed_in_float64
+from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN, TOKENS, close, drawn
 
 A, CHANGED = ("A1", "A2"), ("A1", "A3")
 RANK = 8
@@ -33,31 +40,9 @@ def error(found: dict, expected: dict) -> float:
     return max(float(np.abs(np.asarray(found[name]) - np.asarray(expected[name])).max()) for name in expected)
 
 
-def deficit(chunk: kvp.Chunk, conditioned: dict) -> dict[str, np.ndarray]:
-    """What a patch has to add to the numbers that the canonical decodes to."""
-    return {
-        name: np.asarray(value, np.float64) - np.asarray(kvp.cache.decode_chunk(chunk).kv[name], np.float64)
-        for name, value in conditioned.items()
-    }
-
-
-def added(patch: kvp.Patch) -> dict[str, np.ndarray]:
-    """The dense correction of joint factors, [L, T, K, H], in NumPy."""
-    result = {}
-    for name, own in patch.factors.items():
-        channel = patch.metadata.chunk.layout.channel(name)
-        if isinstance(own, tuple):
-            product = np.asarray(own[0], np.float64) @ np.asarray(own[1], np.float64)
-        else:
-            product = np.asarray(own, np.float64)
-        result[name] = product.reshape(*product.shape[:2], channel.heads, channel.width)
-    return result
-
-
 def best_error(delta: np.ndarray, rank: int) -> float:
     """The least error that factors of a rank have, over all layers."""
-    flat = delta.reshape(*delta.shape[:2], -1)
-    return float(np.sqrt((np.linalg.svd(flat, compute_uv=False)[:, rank:] ** 2).sum()))
+    return float(np.sqrt((np.linalg.svd(delta, compute_uv=False)[:, rank:] ** 2).sum()))
 
 
 # ------------------------------------------------------------------------------------------------------- removal
@@ -82,8 +67,8 @@ def test_a_removal_from_the_canonical_is_an_ordinary_patch(chunk, encoding):
     target = conditioned_of(base)
     patch = kvp.removal_patch(base, target, alone, 24, ("B",), (), method="exact", dtype="float32")
     assert (patch.metadata.base, patch.metadata.base_antecedent) == ("canonical", None)
-    for name, found in added(patch).items():
-        np.testing.assert_allclose(found, deficit(base, target)[name], atol=1e-4)
+    for name, found in correction_of(patch).items():
+        np.testing.assert_allclose(found, deficit_of(base, target)[name], atol=1e-4)
     with pytest.raises(InputError, match=r"removal_patch: got the canonical of .* as its KV behind \('A',\)"):
         kvp.removal_patch(base, target, alone, 4, ("B",), ("A",))
     other = {**alone, "k": alone["k"] + 1}
@@ -108,11 +93,11 @@ def test_an_updated_patch_is_the_best_of_its_rank_behind_the_changed_antecedent(
         for leaf, other in zip((u, v), updated.factors[name], strict=True):
             assert (type(leaf), leaf.nbytes) == (type(other), other.nbytes)
     rounding = 1e-5 if dtype == "float32" else 0.05
-    for name, delta in deficit(chunk, changed).items():
-        total = added(patch)[name] + added(correction)[name]
-        least = best_error(delta - added(patch)[name], 13)
+    for name, delta in deficit_of(chunk, changed).items():
+        total = correction_of(patch)[name] + correction_of(correction)[name]
+        least = best_error(delta - correction_of(patch)[name], 13)
         assert np.linalg.norm(total - delta) <= 1.001 * least + rounding * np.linalg.norm(delta)
-        left = np.linalg.norm(added(updated)[name] - total)
+        left = np.linalg.norm(correction_of(updated)[name] - total)
         assert left <= 1.001 * best_error(total, RANK) + rounding * np.linalg.norm(delta)
     kvp.apply_patch(chunk, updated, 3, CHANGED)
 
@@ -175,8 +160,8 @@ def test_a_correction_is_folded_into_the_patch_that_it_corrects_and_no_other(chu
 
 def test_a_truncated_patch_is_the_one_of_lower_rank(chunk, patch):
     formed = kvp.form_patch(chunk, conditioned_of(chunk, 6), 3, A, method="exact")
-    for name, found in added(kvp.truncate(patch, 3)).items():
-        np.testing.assert_allclose(found, added(formed)[name], atol=1e-5)
+    for name, found in correction_of(kvp.truncate(patch, 3)).items():
+        np.testing.assert_allclose(found, correction_of(formed)[name], atol=1e-5)
     cut = kvp.truncate(patch, {"k": 2})
     assert (cut.ranks, cut.metadata.errors) == ({"k": 2, "v": 6}, None)
     for rank, kind, message in ((7, InputError, "rank 7"), (0, InputError, "rank 0"), ({"q": 2}, LayoutError, "'q'")):
@@ -192,8 +177,8 @@ def test_fewer_layers_have_the_rows_of_those_layers(chunk, patch):
         np.testing.assert_array_equal(v, patch.factors[name][1][1:])
     formed = kvp.form_patch(chunk, conditioned_of(chunk, 6), 6, A, method="exact", dense=False, layers=[2, 1, 2])
     assert formed.metadata == deep.metadata
-    for name, correction in added(formed).items():
-        np.testing.assert_allclose(correction, added(deep)[name], atol=1e-5)
+    for name, correction in correction_of(formed).items():
+        np.testing.assert_allclose(correction, correction_of(deep)[name], atol=1e-5)
     middle = kvp.keep_layers(deep, [1])
     np.testing.assert_array_equal(middle.factors["k"][0][0], patch.factors["k"][0][1])
     found, bare, full = (kvp.apply_patch(chunk, own, 3, A) for own in (middle, None, patch))
@@ -218,8 +203,8 @@ def test_fewer_bits_are_scaled_whatever_the_range(patch, dtype: str, share: floa
     assert (few.ranks, few.metadata.errors) == (patch.ranks, None)
     bar = {"int4": 0.2, "float8_e4m3fn": 0.08, "int6gall": 0.05}.get(dtype, 0.02)
     for own in (few, kvp.quantise(kvp.quantise(large, "int8"), dtype)):
-        for name, value in added(own).items():
-            exact = added(large)[name]
+        for name, value in correction_of(own).items():
+            exact = correction_of(large)[name]
             assert 0 < np.linalg.norm(value - exact) < bar * np.linalg.norm(exact)
 
 
@@ -258,3 +243,123 @@ def test_a_patch_with_a_rank_for_each_layer_is_cut_as_one_with_zeros(chunk, patc
     assert few.nbytes < ragged.nbytes / 3
     wider = few.pad(chunk.tokens + 9).factors["k"].u
     np.testing.assert_array_equal(np.asarray(wider)[:, : chunk.tokens], np.asarray(few.factors["k"].u))
+
+
+# -------------------------------------------------------------------------------------------------------- hybrid chunks
+
+
+LOCAL = np.arange(TOKENS, dtype=np.float32)
+WHOLE = {"rows": 99, "transition": 99}
+
+
+def best(delta: np.ndarray, rank: int) -> np.ndarray:
+    """The nearest matrices of a rank, [..., T, F]."""
+    u, singular, v = np.linalg.svd(delta.reshape(*delta.shape[:-2], -1), full_matrices=False)
+    return ((u[..., :rank] * singular[..., None, :rank]) @ v[..., :rank, :]).reshape(delta.shape)
+
+
+def placed_kv(chunk, patch=None, start=5, **options):
+    return {name: np.asarray(value) for name, value in kvp.apply_patch(chunk, patch, start, **options).items()}
+
+
+def parts_close(found, wanted, bar: float = 2e-6) -> None:
+    """Compares the parts of a transition alone."""
+    wanted = {name: np.asarray(value, np.float64) for name, value in wanted.items() if name in PARTS}
+    close({name: value for name, value in found.items() if name in PARTS}, wanted, bar)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_whole_patch_gives_the_conditioned_transition(name: str):
+    layout = LAYOUTS[name]
+    chunk, target = hybrid.chunk_of(layout, length=5), drawn(layout, seed=1)
+    patch = kvp.form_patch(chunk, target, WHOLE, A)
+    assert patch.tokens == TOKENS
+    assert patch.ranks["map"] is None
+    found = placed_kv(chunk, patch, antecedent=A)
+    parts_close(found, target)
+    rows = kvp.to_engine(layout, target, LOCAL, 5)
+    for row in "kv":
+        assert np.abs(found[row][:, :5] - np.asarray(rows[row])[:, :5]).max() < 2e-5
+    # No patch is one rotation, and a patch of rows alone leaves every bit of the transition.
+    blind, alone = (
+        placed_kv(chunk),
+        placed_kv(chunk, kvp.form_patch(chunk, target, {"rows": 2}, A), antecedent=A),
+    )
+    for part in layout.parts:
+        assert (blind[part.name] == chunk.kv[part.name]).all()
+        assert (alone[part.name] == chunk.kv[part.name]).all()
+
+
+def test_low_ranks_are_the_best_of_each_part():
+    chunk, target = hybrid.chunk_of(), drawn(seed=1)
+    patch = kvp.form_patch(chunk, target, 2, A, method="exact", dense=False)
+    assert patch.ranks == {"k": 2, "v": 2, "map": 2, "state": 2, "tail": 2}
+    for name, value in ops.correction(LAYOUT, dict(patch.factors)).items():
+        wanted = best(target[name].astype(np.float64) - chunk.kv[name], 2)
+        assert np.abs(np.asarray(value) - wanted).max() <= 1e-5 * np.abs(wanted).max(), name
+    # More than the rows of a part, fewer than the tokens.
+    more = kvp.form_patch(chunk, target, {"k": 4, "tail": 4}, A, dense=False)
+    assert (more.ranks["k"], more.ranks["tail"]) == (4, 3)
+
+
+def test_operations_on_patches_keep_what_a_transition_has():
+    chunk, target, other = hybrid.chunk_of(length=5), drawn(seed=1), drawn(seed=2)
+    patch = kvp.form_patch(chunk, target, 3, A, method="exact", dense=False)
+    padded = patch.pad(9)
+    assert padded.tokens == 9
+    assert all(padded.factors[n] is patch.factors[n] for n in PARTS)
+    assert patch_digest(padded) != patch_digest(patch)
+    wide = placed_kv(chunk.pad(9), padded, antecedent=A)
+    narrow = placed_kv(chunk, patch, antecedent=A)
+    for name in PARTS:
+        assert (wide[name] == narrow[name]).all()
+
+    cut = kvp.truncate(patch, {"transition": 1})
+    assert cut.ranks == {"k": 3, "v": 3, "map": 1, "state": 1, "tail": 1}
+    deep = kvp.keep_layers(patch, (3, 4))
+    assert {name: np.shape(deep.factors[name][0])[0] for name in deep.factors} == dict.fromkeys(LAYOUT.names, 1)
+    kept = placed_kv(chunk, deep, antecedent=A)
+    for name in PARTS:
+        assert (kept[name][:2] == chunk.kv[name][:2]).all()
+        assert (kept[name][2] == narrow[name][2]).all()
+    rounded = placed_kv(chunk, kvp.quantise(patch, "int8"), antecedent=A)
+    for name in PARTS:
+        assert 0 < np.abs(rounded[name] - narrow[name]).max() < 0.05
+
+    # Behind another antecedent: a correction, folded in, is the patch formed there.
+    small = {n: target[n] + 0.1 * other[n] for n in LAYOUT.names}
+    correction = kvp.correction_patch(chunk, patch, small, 99, CHANGED)
+    folded = kvp.update_patch(patch, kvp.quantise(correction, "float32"), WHOLE | {"rows": 5})
+    found = placed_kv(chunk, folded, antecedent=CHANGED)
+    parts_close(found, small, 1e-5)
+    # The mean over orders, and a survivor whose antecedent left.
+    acc = kvp.accumulate(kvp.accumulate(None, target, chunk, ("A", "C")), other, chunk, ("C", "A"))
+    mean = placed_kv(chunk, kvp.orbit_patch(acc, WHOLE), antecedent=("C", "A"))
+    parts_close(mean, {n: (target[n].astype(float) + other[n]) / 2 for n in PARTS}, 1e-5)
+    gone = kvp.removal_patch(chunk, other, target, WHOLE, ("B",), ("A", "B"))
+    behind = placed_kv(chunk, gone, antecedent=("B",), base=target, base_antecedent=("A", "B"))
+    parts_close(behind, other, 1e-5)
+
+
+def test_bases_have_a_transition_too():
+    chunk, one, two = hybrid.chunk_of(length=5), drawn(seed=1), drawn(seed=2)
+    mean = mean_base(chunk, [one, two], [A, CHANGED])
+    parts_close(mean.kv, {n: (one[n].astype(float) + two[n]) / 2 for n in PARTS})
+    assert not np.asarray(mean.kv["k"])[:, 5:].any()
+
+
+def test_what_fits_no_transition_is_refused(unchecked):
+    chunk, target = hybrid.chunk_of(), drawn(seed=1)
+    patch = kvp.form_patch(chunk, target, 2, A, dense=False)
+    with pytest.raises(LayoutError, match="basis"):
+        fit_basis([(chunk, target)], 2)
+    with pytest.raises(NotFiniteError, match="'map'"):
+        kvp.form_patch(chunk, target | {"map": target["map"] * np.nan}, 2, A)
+    u, v = patch.factors["state"]
+    for factors in ({"state": (u[:, :5], v)}, {"tail": target["tail"][:, :2]}, {"k": target["state"]}):
+        with pytest.raises(ShapeError, match="patch: got"):
+            check_factors(factors, patch.metadata)
+    other = PLAIN.with_transitions(LINEAR, 3, 6, 4, tail=(2, 10))
+    wrong = dataclasses.replace(chunk, kv=target | {"tail": target["tail"][:, 1:]}, layout=other, content=chunk.content)
+    with pytest.raises(PatchMismatchError, match="got layout"):
+        kvp.apply_patch(wrong, patch, 0, A)

@@ -1,21 +1,35 @@
-"""A patch of rank m is the best of that rank; one of full rank restores the conditioned KV at every start."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+"""A patch of rank m is the best of that rank, alone and in a batch; one of full rank restores the conditioned KV."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalOperand=false, reportOptionalSubscript=false
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, ShapeError
+from kvpatch_jax.core import PackedArray, ops
+from kvpatch_jax.errors import (
+    InputError,
+    LayoutError,
+    NotFiniteError,
+    PatchMismatchError,
+    ShapeError,
+    WorseThanBlindError,
+)
+from kvpatch_jax.patching import ByteBudget
 from tests.shared.arrays import placed
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, placed_in_float64
+from tests.shared.compilations import compilations
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, deficit_of, kv_of, placed_in_float64
 
 A = ("A1", "A2")
 
 
 def error(found: dict, expected: dict, length: int | None = None) -> float:
     return max(
-        float(np.abs(np.asarray(found[name]).astype(np.float64) - expected[name])[:, :length].max())
+        float(np.abs(np.asarray(found[name], np.float64) - np.asarray(expected[name]))[:, :length].max())
         for name in expected
     )
 
@@ -47,8 +61,7 @@ def test_what_a_rank_leaves_is_what_the_singular_values_leave(name: str, method,
     patch = kvp.form_patch(chunk, conditioned, 5, A, method=method, dense=False)
     for channel, (u, v) in patch.factors.items():
         u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
-        delta = np.asarray(conditioned[channel], np.float64) - np.asarray(chunk.kv[channel], np.float64)
-        delta = delta[:, :20].reshape(len(delta), 20, -1)
+        delta = deficit_of(chunk, conditioned)[channel]
         least = (np.linalg.svd(delta, compute_uv=False)[:, 5:] ** 2).sum(-1)
         left = np.square(delta - (u @ v)[:, :20]).sum((1, 2))
         assert (left >= least * (1 - 1e-4)).all()
@@ -124,9 +137,192 @@ def test_what_forms_no_patch_is_refused(unchecked):
         with pytest.raises(kind, match=message):
             form(**options)
     patch = form()
-    (u, v), metadata = patch.factors["v"], patch.metadata
-    for kind, message, factors in (
-        (NotFiniteError, r"'v'\]: got 1 values that are NaN", {**patch.factors, "v": (u, v.at[0, 0, 0].set(jnp.inf))}),
-    ):
-        with pytest.raises(kind, match=message):
-            kvp.Patch(factors, metadata)
+    u, v = patch.factors["v"]
+    with pytest.raises(NotFiniteError, match=r"'v'\]: got 1 values that are NaN"):
+        kvp.Patch({**patch.factors, "v": (u, v.at[0, 0, 0].set(jnp.inf))}, patch.metadata)
+
+
+# ---------------------------------------------------------------------------------- what it leaves of the readout error
+
+
+def read(kv: dict, kind: str, queries: np.ndarray, length: int) -> np.ndarray:
+    """Attention of queries [P,K,H] over one layer's keys and values, in float64."""
+    keys = np.concatenate([kv["ckv"], kv["kpe"]], -1) if kind == "mla" else kv["k"]
+    values = kv["ckv"] if kind == "mla" else kv["v"]
+    scores = np.einsum("pkh,skh->kps", queries, keys[:length]) / np.sqrt(keys.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("kps,ske->pke", weights, values[:length])
+
+
+@pytest.mark.parametrize(("kind", "tokens", "bar"), [("gqa", 64, 1e-4), ("mla", 24, 0.1)])
+def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str, tokens: int, bar: float):
+    """Against NumPy, layer by layer: patched and blind readouts, relative to those of the conditioned KV."""
+    chunk = chunk_of(kind, tokens, length=tokens - 4 * (tokens < 64))
+    conditioned = conditioned_of(chunk, rank=9)
+    patch = kvp.form_patch(chunk, conditioned, 3, A)
+
+    corrected = ops.correction(chunk.layout, dict(patch.factors))
+    expected = np.zeros(2)
+    for layer in range(chunk.layout.layers):
+        truth = {name: np.asarray(value[layer], np.float64) for name, value in conditioned.items()}
+        base = {name: np.asarray(value[layer], np.float64) for name, value in chunk.kv.items()}
+        patched = {name: base[name] + np.asarray(corrected[name][layer], np.float64) for name in base}
+        keys = np.concatenate([truth["ckv"], truth["kpe"]], -1) if kind == "mla" else truth["k"]
+        queries = keys[: chunk.length]
+        own = read(truth, kind, queries, chunk.length)
+        for place, kv in enumerate((patched, base)):
+            expected[place] += np.linalg.norm(read(kv, kind, queries, chunk.length) - own) / np.linalg.norm(own)
+    expected /= chunk.layout.layers
+    # A chunk of fewer tokens than probes reads some of them twice, which changes the mean a little.
+    np.testing.assert_allclose(patch.metadata.errors, expected, rtol=bar)
+    assert patch.predicted == pytest.approx((patch.metadata.errors[0] / patch.metadata.errors[1]) ** 2)
+
+
+def test_larger_patches_are_predicted_to_leave_less_and_padding_plays_no_part():
+    chunk = chunk_of("gqa", length=20)
+    conditioned = conditioned_of(chunk, rank=12)
+    form = lambda rank, kv=conditioned: kvp.form_patch(chunk, kv, rank, A, dense=False)
+    left = [form(rank).predicted for rank in (1, 4, 12)]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] < 1e-6 < left[0]
+    patch = form(4)
+    assert form(4, with_noise_behind(chunk, conditioned)).metadata.errors == pytest.approx(patch.metadata.errors)
+    for changed in (kvp.truncate(patch, 2), kvp.quantise(patch, "int8"), kvp.patching.keep_layers(patch, (1,))):
+        assert changed.predicted is None
+
+
+def test_a_patch_that_would_not_help_is_refused():
+    """Attention reads the same of tokens in another order, though their deficit is large: one direction only harms."""
+    chunk = chunk_of("gqa", length=24)
+    moved = {name: np.roll(np.asarray(value), 1, axis=1) for name, value in chunk.kv.items()}
+    moved["v"] = moved["v"] + 1e-3
+    forced = kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact", force=True)
+    assert forced.predicted > 1
+    with pytest.raises(WorseThanBlindError, match="force=True"):
+        kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact")
+    # Nothing was absorbed, so nothing is refused: there is nothing to lose.
+    assert kvp.form_patch(chunk, dict(chunk.kv), 2, A).predicted == 0
+
+
+def test_few_bits_of_the_deficit_are_kept_where_they_are_smaller_and_closer():
+    """A deficit of full rank and many bytes; a thin one stays thin."""
+    chunk = chunk_of("gqa", length=24)
+    full = kv_of(chunk.layout, chunk.tokens, seed=7)
+    packed = kvp.form_patch(chunk, full, "45 %", A)
+    factors = kvp.form_patch(chunk, full, "45 %", A, dense=False)
+    assert all(isinstance(own, PackedArray) for own in packed.factors.values())
+    assert packed.predicted < factors.predicted
+    thin = kvp.form_patch(chunk, conditioned_of(chunk, rank=2), "45 %", A)
+    assert not any(isinstance(own, PackedArray) for own in thin.factors.values())
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+B = 3
+
+
+def batch_of(name: str, seed: int = 0, **more) -> kvp.Chunk:
+    return chunk_of(name, kv=kv_of(LAYOUTS[name], 24, seed, batch=(B,)), **more)
+
+
+def item(kv, number: int) -> dict:
+    return {name: placed(np.asarray(value)[:, number]) for name, value in kv.items()}
+
+
+def items_of(batch: kvp.Chunk) -> list[kvp.Chunk]:
+    return [dataclasses.replace(batch, kv=item(batch.kv, number)) for number in range(B)]
+
+
+def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
+    items = [conditioned_of(own, seed=seed + number) for number, own in enumerate(items_of(batch))]
+    return {name: placed(np.stack([own[name] for own in items], axis=1)) for name in batch.kv}
+
+
+@pytest.mark.parametrize(("name", "options"), [("blocked", {}), ("mla", {}), ("gqa", {"layers": (1,)})])
+def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
+    """At one start, and at one for each."""
+    batch = batch_of(name, length=20)
+    conditioned = conditioned_batch(batch)
+    patch = kvp.form_patch(batch, conditioned, 4, A, method="exact", **options)
+    assert (batch.batch, patch.batch, patch.tokens) == (B, B, 24)
+    starts = np.arange(B, dtype=np.int32) * 100
+    starts = starts if batch.layout.rope.axes is None else np.stack([starts, starts + 1, starts + 2], axis=-1)
+    together, apart = (kvp.apply_patch(batch, patch, start, A) for start in (7, starts))
+    for number, chunk in enumerate(items_of(batch)):
+        own = kvp.form_patch(chunk, item(conditioned, number), 4, A, method="exact", **options)
+        assert error(item(together, number), kvp.apply_patch(chunk, own, 7, A)) < 2e-5
+        assert error(item(apart, number), kvp.apply_patch(chunk, own, starts[number], A)) < 2e-5
+
+
+def test_a_batch_has_a_content_of_its_own():
+    batch = batch_of("gqa")
+    again, other = batch_of("gqa"), batch_of("gqa", seed=1)
+    assert batch.content == again.content == batch.pad(32).content
+    patch = kvp.form_patch(batch, conditioned_batch(batch), 4, A)
+    for wrong in (other, *items_of(batch)):
+        assert wrong.content != batch.content
+        with pytest.raises(PatchMismatchError, match="content"):
+            kvp.apply_patch(wrong, patch, 3, A)
+
+
+def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
+    batch = batch_of("gqa", content="given")
+    conditioned = conditioned_batch(batch)
+    patch = kvp.form_patch(batch, conditioned, 4, A)
+    one, pool = chunk_of("gqa", content="given"), kvp.pool.make_pool(batch.layout, 6, 8, np.float32)
+    sums, slots = kvp.accumulate(None, conditioned_of(one), one, A), np.arange(24, dtype=np.int32)
+    with kvp.ChunkStore(tmp_path) as store:
+        for error, message, call in (
+            (ShapeError, "batch 3; expected the chunk's 24, batch None", lambda: kvp.apply_patch(one, patch, 3, A)),
+            (InputError, "each of 3 chunks", lambda: kvp.apply_patch(batch, patch, np.array([1, 2]), A)),
+            (ShapeError, "batch 3; expected those of the chunk", lambda: kvp.accumulate(sums, conditioned, batch, A)),
+            (ShapeError, "a batch of 3", lambda: kvp.pool.splice(pool, slots, kvp.Placed(batch, patch, 3, A))),
+            (ShapeError, "a batch of 3 chunks; expected one chunk per object", lambda: store.put(batch)),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+def test_forming_and_applying_compile_once():
+    """One program each for every chunk, length of its bucket, antecedent and place."""
+    counts = []
+    for seed, length in ((0, 24), (1, 24), (2, 19)):
+        chunk = chunk_of("gqa", seed=seed, length=length)
+        for antecedent in (("A",), ("A", "C")):
+            conditioned = conditioned_of(chunk, seed=seed + len(antecedent))
+            with compilations() as compiled:
+                patch = kvp.form_patch(chunk, conditioned, 4, antecedent, key=jax.random.key(seed))
+                for start in (seed, 7 + seed, np.int32(60 + seed)):
+                    kvp.apply_patch(chunk, patch, start, antecedent)
+            counts.append((compiled.count("jit(factorise_deficit)"), compiled.count("jit(apply)"), len(compiled)))
+    assert max(form for form, _, _ in counts) <= 1
+    assert max(apply for _, apply, _ in counts) <= 1
+    assert [total for _, _, total in counts[1:]] == [0] * 5
+
+
+def test_orders_updates_budgets_and_batches_compile_once():
+    programs = []
+    for seed in range(2):
+        chunk, batch = chunk_of("gqa", seed=seed), batch_of("gqa", seed)
+        orders = [conditioned_of(chunk, seed=ordering) for ordering in range(3)]
+        thick, behind = kv_of(chunk.layout, 24, seed=seed + 7), conditioned_batch(batch)
+        with compilations() as compiled:
+            acc = None
+            for conditioned in orders:
+                acc = kvp.accumulate(acc, conditioned, chunk, ("A", "C"))
+            patch = kvp.form_patch(chunk, orders[0], 4, ("A",))
+            kvp.update_patch(patch, kvp.correction_patch(chunk, patch, orders[2], 4, ("C",)))
+            small = kvp.form_patch(chunk, thick, ByteBudget(1200 + 100 * seed), A, dense=False)
+            kvp.apply_patch(chunk, small, seed, A)
+            patch = kvp.form_patch(batch, behind, 4, A)
+            for start in (seed, np.arange(B) + 50 * seed):
+                kvp.apply_patch(batch, patch, start, A)
+        programs.append((compiled, small.factors["k"].ranks))
+    assert programs[0][0].count("jit(accumulate)") <= 1  # of three orders
+    assert programs[0][1] != programs[1][1]
+    assert not programs[1][0]

@@ -1,7 +1,7 @@
 """Checks pages over several devices against pages on one: a program, as a process has one number of devices.
 
-`test_split_pages.py` runs it on four. As tpu-inference 0.32 arranges a row, each head is repeated, then every device's
-heads are filled up to the packing.
+`test_engine_layouts.py` runs it on four. As tpu-inference 0.32 arranges a row, each head is repeated, then every
+device's heads are filled up to the packing.
 """
 
 import math

@@ -1,13 +1,17 @@
-"""Pages hold a chunk bit for bit where tpu-inference's kernels store it, are written in place, and come back.
+"""Pages hold a chunk bit for bit where tpu-inference's kernels store it, on one device or split over several.
 
-NumPy says where, written from what the kernels store; no engine is imported. Of `merge_kv`
-(ragged_paged_attention/v3/kernel.py, kernel_hd64.py) and `update_kv_cache` (mla): heads of 128 and more lie K0 V0 K1 V1
-…, each padded to 128 lanes; heads of 64 as k then v in one row; latents as the latent then the rope key, each padded to
-128 lanes, `packing` tokens on an axis of their part. Heads are filled up to the packing with zeros.
+Pages are written in place, and come back. NumPy says where, written from what the kernels store; no engine is imported.
+Of `merge_kv` (ragged_paged_attention/v3/kernel.py, kernel_hd64.py) and `update_kv_cache` (mla): heads of 128 and more
+lie K0 V0 K1 V1 …, each padded to 128 lanes; heads of 64 as k then v in one row; latents as the latent then the rope
+key, each padded to 128 lanes, `packing` tokens on an axis of their part. Heads are filled up to the packing with zeros.
 """
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -22,6 +26,7 @@ from kvpatch_jax.errors import InputError, KernelError, LayoutError, PoolError, 
 from tests.shared.arrays import placed
 from tests.shared.operator_cases import kv_of, local_of
 
+ROOT = Path(__file__).parents[2]
 PAGES = 3
 FORMATS = {"interleaved": kvp.pool.RAGGED, "joined": kvp.pool.JOINED, "latent": kvp.pool.LATENT}
 
@@ -109,8 +114,8 @@ def pages_of(case, kv):
 
 def chunk_of(case, tokens=7, length=6):
     layout = case.layout
-    given = {"kv": kv_of(layout, tokens, 1, dtype=case.dtype), "local": local_of(layout, tokens), "span": tokens}
-    return kvp.Chunk(**given, length=length, id="B", layout=layout, backbone="tiny")
+    kv = kv_of(layout, tokens, 1, dtype=case.dtype)
+    return kvp.Chunk(kv, local_of(layout, tokens), tokens, length, "B", layout, "tiny")
 
 
 @cases
@@ -187,3 +192,18 @@ def test_refuses_before_it_writes(unchecked):
         with pytest.raises(error, match=words):
             call()
     assert not any(layer.is_deleted() for layer in pages)
+
+
+@pytest.mark.parametrize(
+    "names", [("joined, each filled up, encoded",), pytest.param((), id="all", marks=pytest.mark.nightly)]
+)
+def test_pages_over_devices_are_written_as_on_one(names):
+    """The checks of `split_pages.py`, with four devices: only what is read goes between them.
+
+    LLVM tries less hard, on both sides alike.
+    """
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    program = [sys.executable, str(Path(__file__).with_name("split_pages.py")), *names]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
-"""Chunks spliced into a pool, moved, rotated and read there equal those made directly; no other slot changes a bit."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+"""What is spliced, moved or rotated in a pool equals what is made directly, and changes no slot of another owner."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportFunctionMemberAccess=false, reportGeneralTypeIssues=false
 
 import dataclasses
 
@@ -7,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pool_cases import PAGE_SIZE, PAGES, TOTAL, bits, pool_of, same, slots_of
 
 import kvpatch_jax as kvp
@@ -121,9 +124,9 @@ def test_keys_that_rotate_from_a_source_have_one_rounding(name):
     starts = lambda start: np.full(24, start, np.int32)
     pools = written(0, slots)
     for start in (3, 40, 900):
-        given = pools
+        before = pools
         pools = pool.rotate_pieces(layout, pools, slots, slots, chunk.local, starts(start), length, whole=False)
-        assert all(value.is_deleted() for value in jax.tree.leaves(given))
+        assert all(value.is_deleted() for value in jax.tree.leaves(before))
     assert same(pools.engine, written(900, slots).engine)
     pools = pool.rotate_pieces(layout, pools, slots, elsewhere, chunk.local, starts(7), length, whole=True)
     rows, fresh = (pool.read_rows(these, elsewhere[:19]) for these in (pools, written(7, elsewhere)))
@@ -156,7 +159,54 @@ def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, format, packing):
     assert wrong[jnp.bfloat16] > 20
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# --------------------------------------------------------------------------------------------------- chunks in few bits
+
+
+LENGTH, SLOTS = 19, slots_of(24, 3)
+
+
+def in_a_pool(placed: kvp.Placed, dtype) -> dict:
+    return pool.splice(pool.make_pool(placed.chunk.layout, PAGES, PAGE_SIZE, dtype), SLOTS, placed)
+
+
+def in_pages(placed: kvp.Placed, dtype) -> list:
+    """In an engine's pages; tokens before the fifth are not written."""
+    layout = placed.chunk.layout
+    format = pool.LATENT if layout.kind == "mla" else pool.RAGGED
+    pages = format.to_pages(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, dtype), 2)
+    return format.splice(pages, SLOTS, placed, 5)
+
+
+def with_a_source(placed: kvp.Placed, dtype) -> pool.Pools:
+    """In a pool of bfloat16, which may have fewer bits than the chunk, and in its phase-free source."""
+    layout = placed.chunk.layout
+    pools = pool.with_source(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, jnp.bfloat16, padded=True))
+    where = (SLOTS, placed.chunk.local, placed.start, np.int32(LENGTH))
+    return pool.write_piece(layout, pools, *where, dict(placed.kv), placed.factors, layers=placed.layers)
+
+
+@pytest.mark.parametrize("place", [in_a_pool, in_pages, with_a_source])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("gqa", jnp.bfloat16),
+        pytest.param("mla", jnp.float32, marks=pytest.mark.nightly),
+        pytest.param("interleaved", jnp.float32, marks=pytest.mark.nightly),
+    ],
+)
+def test_what_is_written_has_the_twins_bits(kind, dtype, place):
+    chunk = kvp.encode_chunk(chunk_of(kind, dtype=dtype, length=LENGTH), "k4v6g8")
+    formed = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
+    coded, decoded = (
+        place(kvp.Placed(twin, formed, 1000, ("A",)), dtype) for twin in (chunk, kvp.cache.decode_chunk(chunk))
+    )
+    for value, expected in zip(jax.tree.leaves(coded), jax.tree.leaves(decoded), strict=True):
+        assert value.dtype == expected.dtype
+        np.testing.assert_array_equal(bits(value), bits(expected))
+        assert bits(value).any()
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -181,10 +231,10 @@ def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, format, packing):
 def test_refuses_before_it_writes(unchecked, change, error, words):
     chunk = chunk_of("gqa")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
-    given = {"chunk": chunk, "patch": patch, "start": 4, "antecedent": ("A",)} | change
-    vectors, slots = given.pop("pool", pool_of(chunk.layout)), given.pop("slots", slots_of(24))
+    settings = {"chunk": chunk, "patch": patch, "start": 4, "antecedent": ("A",)} | change
+    vectors, slots = settings.pop("pool", pool_of(chunk.layout)), settings.pop("slots", slots_of(24))
     with pytest.raises(error, match=words):
-        pool.splice(vectors, slots, kvp.Placed(**given))
+        pool.splice(vectors, slots, kvp.Placed(**settings))
     arrays = [leaf for leaf in jax.tree.leaves(vectors) if isinstance(leaf, jax.Array)]
     assert not any(value.is_deleted() for value in arrays)
 
@@ -224,3 +274,105 @@ def test_refuses_before_it_moves_rotates_or_reads(unchecked):
         with pytest.raises(PoolError, match=r"donated.*expected the pool that"):
             call()
     pool.read_slots(after, slots)
+
+
+# ------------------------------------------------------------------------------------------------------ owners of slots
+
+
+@given(data=st.data())
+def test_owners_of_slots_are_counted_through_any_operations(data):
+    """After any allocations, shares and releases, counts are those of the owners, and no slot has two of them."""
+    books = pool.SlotAllocator(PAGES, PAGE_SIZE)
+    entries: list[list] = []  # [slots, owners, aligned]
+    for _ in range(data.draw(st.integers(1, 12))):
+        word = data.draw(st.sampled_from(("allocate", "share", "release")))
+        if word == "allocate":
+            tokens, aligned = data.draw(st.integers(1, 20)), data.draw(st.booleans())
+            room = books.free_pages * PAGE_SIZE if aligned else books.free
+            if tokens > room:
+                with pytest.raises(PoolError, match="free"):
+                    books.allocate(tokens, aligned=aligned)
+                continue
+            entries.append([books.allocate(tokens, aligned=aligned), 1, aligned])
+        elif entries:
+            entry = entries[data.draw(st.integers(0, len(entries) - 1))]
+            (books.share if word == "share" else books.release)(entry[0])
+            entry[1] += 1 if word == "share" else -1
+        entries = [entry for entry in entries if entry[1]]
+        counts = np.zeros(PAGES * PAGE_SIZE, int)
+        for slots, owners, aligned in entries:
+            assert (counts[slots] == 0).all()
+            counts[slots] = owners
+            if aligned:
+                pages = pool.pages_of(slots, PAGE_SIZE)
+                strangers = [other[0] for other in entries if other[0] is not slots]
+                assert not any(np.isin(other // PAGE_SIZE, pages).any() for other in strangers)
+        assert (books.counts == counts).all()
+
+
+def test_slots_that_are_not_owned_are_refused(unchecked):
+    books = pool.SlotAllocator(2, 4)
+    slots = books.allocate(3)
+    for none in ([], np.array([]), slots[:0]):
+        books.release(none)
+        books.share(none)
+    for bad, error, words in (
+        (np.array([5]), PoolError, "slot 5 without an owner"),
+        (np.array([0, 0]), KernelError, "distinct"),
+        (np.array([8]), KernelError, "0 to 7"),
+        (np.array([0.0]), KernelError, "float64"),
+    ):
+        with pytest.raises(error, match=words):
+            books.release(bad)
+    with pytest.raises(PoolError, match="0 tokens"):
+        books.allocate(0)
+    with pytest.raises(PoolError, match="2 whole pages; expected at most the 1 of 2"):
+        books.allocate(5, aligned=True)
+    with pytest.raises(PoolError, match="pages 0"):
+        pool.SlotAllocator(0, 4)
+    with pytest.raises(PoolError, match="page_size 0"):
+        pool.make_pool(LAYOUTS["gqa"], 1, 0)
+    assert (books.counts[slots] == 1).all()
+    assert books.counts.sum() == 3
+
+
+def test_page_tables_refuse_what_they_cannot_express():
+    slots = np.array([12, 13, 14, 15, 0, 1])
+    assert pool.pages_of(slots, 4).tolist() == [3, 0]
+    assert pool.slot_mask(slots, np.array([3, 0]), 4).tolist() == [True] * 6 + [False] * 2
+    with pytest.raises(PoolError, match="token 0 at slot 1"):
+        pool.pages_of(np.array([1, 2]), 4)
+    with pytest.raises(PoolError, match="token 5 at slot 2"):
+        pool.pages_of(np.array([12, 13, 14, 15, 0, 2]), 4)
+
+
+def test_shared_slots_are_not_overwritten():
+    chunk = chunk_of("gqa")
+    layout, books = chunk.layout, pool.SlotAllocator(PAGES, PAGE_SIZE)
+    vectors, slots = pool_of(layout), books.allocate(24)
+    put = lambda: pool.splice(vectors, slots, kvp.Placed(chunk, None, 4), allocator=books)
+    books.share(slots[5:6])  # a fork reads it too
+    with pytest.raises(PoolError, match=f"slot {slots[5]} with 2 owners; expected 1"):
+        put()
+    books.release(slots[5:6])
+    books.release(slots[23:])
+    with pytest.raises(PoolError, match=f"slot {slots[23]} with 0 owners; expected 1"):
+        put()
+    with pytest.raises(PoolError, match=r"6 pages of 8.*expected 5 pages of 8"):
+        pool.splice(vectors, slots, kvp.Placed(chunk, None, 4), allocator=pool.SlotAllocator(5, 8))
+    assert not any(value.is_deleted() for value in vectors.values())
+    short = chunk_of("gqa", length=23)
+    after = pool.splice(vectors, slots, kvp.Placed(short, None, 4), allocator=books)  # the padding's slot is nobody's
+    assert set(after) == set(vectors)
+
+
+def test_pages_are_added_behind_the_present_ones():
+    books = pool.SlotAllocator(2, 4)
+    slots = books.allocate(5, aligned=True)
+    copy, more = books.copy(), books.enlarged(3)
+    books.release(slots)
+    assert (copy.owners(slots) == 1).all()
+    assert (more.owners(slots) == 1).all()
+    assert (copy.free, more.free, books.free) == (0, 4, 8)
+    with pytest.raises(PoolError, match="1 pages in place of 2"):
+        books.enlarged(1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvpatch_jax.models import ModelBackbone
-from tests.shared.splices import CHUNK, LONG, ROWS, make_prompt, make_splice, other_antecedents, tiny_backbone
+from tests.repair.splices import CHUNK, LONG, ROWS, make_prompt, make_splice, other_antecedents, tiny_backbone
 
 KINDS = ["gqa", pytest.param("mla", marks=pytest.mark.nightly)]
 

@@ -30,7 +30,7 @@ from kvpatch_jax.repair import (
 from kvpatch_jax.repair.positions import chunk_scores, placed_for_scoring
 from kvpatch_jax.repair.question_attention import infoflow_layers, question_scores
 from tests.repair.slow_decoder import SlowDecoder
-from tests.shared.splices import (
+from tests.repair.splices import (
     ASKED,
     BEFORE,
     CHUNK,

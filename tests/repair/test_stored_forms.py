@@ -13,7 +13,7 @@ from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.repair import METHODS, OtherAntecedent, RepairBudget, RepairBytes, canonical_of
 from tests.repair import byte_oracles as oracles
-from tests.shared.splices import BEFORE, LONG, ROWS, canonical_chunk, error, one_row
+from tests.repair.splices import BEFORE, LONG, ROWS, canonical_chunk, error, in_chunk, one_row
 
 PLENTY = RepairBudget(kv_bytes=10**7)
 CHUNK_SLOTS = slice(BEFORE, BEFORE + LONG)
@@ -25,13 +25,9 @@ def matrices(kv) -> dict[str, np.ndarray]:
     return {name: np.asarray(value, np.float32).reshape(*np.shape(value)[:3], -1) for name, value in kv.items()}
 
 
-def of_chunk(cache) -> dict[str, np.ndarray]:
-    return {name: np.asarray(value)[:, :, CHUNK_SLOTS] for name, value in cache.items()}
-
-
 def served(backbone, splice, repaired) -> dict[str, np.ndarray]:
     """The chunk's KV as it lies in the cache, phase-free [L,B,T,F]."""
-    return matrices(kvp.to_phase_free(backbone.layout, of_chunk(repaired.cache), splice.tokens.positions))
+    return matrices(kvp.to_phase_free(backbone.layout, in_chunk(repaired.cache, LONG), splice.tokens.positions))
 
 
 def axis_of(channel, axes="kivi") -> int:
@@ -138,7 +134,7 @@ def test_low_rank_forms_keep_the_best_directions_and_shadowkv_its_outliers(long)
             assert error(decoded[channel.name], true) <= 1e-5
             continue
         # Of chunks of eight tokens, that whose keys are least like their mean, after the rotation, keeps its keys.
-        keys = of_chunk(expected)[channel.name].astype(np.float64)
+        keys = in_chunk(expected, LONG)[channel.name].astype(np.float64)
         blocks = keys.reshape(*keys.shape[:2], LONG // 8, 8, *keys.shape[3:])
         mean = blocks.mean(3, keepdims=True)
         cosine = (blocks * mean).sum(-1) / np.linalg.norm(blocks, axis=-1) / np.linalg.norm(mean, axis=-1)

@@ -52,6 +52,29 @@ def conditioned_of(chunk: kvp.Chunk, rank: int = 4, seed: int = 9, size: float =
     return result
 
 
+def deficit_of(chunk: kvp.Chunk, conditioned: dict) -> dict[str, np.ndarray]:
+    """What a patch has to add to the numbers that a canonical decodes to: float64 [L, T, F], without padding."""
+    result = {}
+    for name, value in kvp.cache.decode_chunk(chunk).kv.items():
+        delta = np.asarray(conditioned[name], np.float64) - np.asarray(value, np.float64)
+        result[name] = delta[:, : chunk.length].reshape(len(delta), chunk.length, -1)
+    return result
+
+
+def correction_of(patch: kvp.Patch, length: int | None = None) -> dict[str, np.ndarray]:
+    """What a patch adds to phase-free KV of the first tokens: u v of every layer, or numbers, float64 [L, T, F]."""
+    result = {}
+    for name, factors in patch.factors.items():
+        factors = factors.by_layer() if isinstance(factors, kvp.core.RaggedFactors) else factors
+        if isinstance(factors, tuple):
+            u, v = (np.asarray(leaf, np.float64) for leaf in factors)
+            result[name] = (u @ v)[:, :length]
+        else:
+            value = np.asarray(factors, np.float64)
+            result[name] = value.reshape(*value.shape[:2], -1)[:, :length]
+    return result
+
+
 def turned(rope: kvp.Rope, value: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Keys [..., T, K, H] times e^(i·angle), pair by pair, in float64; positions [T] or [T, A]."""
     half, sections = rope.dim // 2, rope.sections

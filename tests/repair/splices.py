@@ -163,8 +163,8 @@ def error(result, expected) -> float:
     return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
-def in_chunk(cache) -> dict[str, np.ndarray]:
-    return {name: np.asarray(value)[:, :, BEFORE : BEFORE + CHUNK] for name, value in cache.items()}
+def in_chunk(cache, tokens: int = CHUNK) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value)[:, :, BEFORE : BEFORE + tokens] for name, value in cache.items()}
 
 
 def changed(result, before) -> np.ndarray:
