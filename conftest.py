@@ -36,14 +36,6 @@ MOST_MAPS = 40_000
 _looked = time.monotonic()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Has jaxtyping's hook, where it is asked for, check functions without arrays once instead of twice."""
-    if config.getoption("jaxtyping_packages", None):
-        from tests.shared import checking
-
-        checking.install()
-
-
 def pytest_collection_finish() -> None:
     """Keeps the garbage collector off what was imported, which stays anyway."""
     gc.collect()

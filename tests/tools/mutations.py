@@ -1,4 +1,4 @@
-"""Plants the faults of `faults.py` one at a time, and says which of them the default tests catch.
+"""Plants the faults of `faults.toml` one at a time, and says which of them the default tests catch.
 
     python -m tests.tools.mutations [--only=WORD] [--jobs=2]
 
@@ -16,15 +16,35 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
-from tests.tools.faults import FAULTS, Fault
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 1800
 """Seconds that the tests may take; a fault that makes them hang is caught."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+class Fault(NamedTuple):
+    """A change of one place in the library.
+
+    Attributes:
+      path: the module. before, after: what stands there once, and what stands there with the fault.
+      shows: what goes wrong.
+    """
+
+    path: str
+    before: str
+    after: str
+    shows: str
+
+    @property
+    def room(self) -> str:
+        """The folder that has the module: of the library, or `models`."""
+        first, second, *_ = self.path.split("/")
+        return second if first == "kvpatch_jax" else first
 
 
 @contextlib.contextmanager
@@ -78,7 +98,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at a time")
     options = parser.parse_args()
 
-    faults = [fault for fault in FAULTS if options.only in fault.path or options.only in fault.shows]
+    listed = tomllib.loads(Path(__file__).with_name("faults.toml").read_text("utf-8"))["fault"]
+    faults = [fault for fault in (Fault(**row) for row in listed) if options.only in fault.path + " " + fault.shows]
     print("| module | fault | caught by | seconds |\n|---|---|---|---|", flush=True)
     with worktrees(options.jobs) as trees:
         free: queue.SimpleQueue[Path] = queue.SimpleQueue()
