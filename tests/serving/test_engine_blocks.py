@@ -18,13 +18,7 @@ from kvpatch_jax.cache import identity
 from kvpatch_jax.core import EngineKV
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, PromptSegment, segments_of
-from kvpatch_jax.serving.vllm.engine import (
-    UNSUPPORTED_SIZES,
-    check_groups,
-    check_model,
-    check_parallel,
-    layout_of,
-)
+from kvpatch_jax.serving.vllm.engine import UNSUPPORTED_SIZES, check_groups, check_model, check_parallel, layout_of
 from kvpatch_jax.serving.vllm.messages import ChunkPayload, LoadCommand, StepCommands
 from kvpatch_jax.serving.vllm.worker_side import WorkerSide
 from kvpatch_jax.store import PatchKey

@@ -3,8 +3,7 @@
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,6 @@ class Computing:
         if self.wrong in self.calls[-1]:
             raise ZeroDivisionError("no such image")
         return [chunk(id) for id in self.calls[-1]]
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[ChunkStore]:
-    with ChunkStore(folder / "store", memory=0) as store:
-        yield store
 
 
 def sources(results: list[Fetched], ids: list[str]) -> list[str]:
