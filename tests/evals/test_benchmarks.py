@@ -11,25 +11,8 @@ from unittest import mock
 import jax
 import pytest
 
-from evals.bench import (
-    accelerator,
-    batch,
-    costs,
-    first_steps,
-    kernels,
-    operators,
-    real_model,
-    store,
-    window,
-)
-from evals.bench.benchmark import (
-    Benchmark,
-    BenchOptions,
-    Sides,
-    measure,
-    table,
-    wrong_rows,
-)
+from evals.bench import accelerator, batch, costs, first_steps, kernels, operators, real_model, store, window
+from evals.bench.benchmark import Benchmark, BenchOptions, Sides, measure, table, wrong_rows
 from kvpatch_jax.plan import DeviceCosts
 from pallas_kernels import _dispatch
 

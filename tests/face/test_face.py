@@ -1,11 +1,90 @@
-"""Importing the package loads nothing that is not asked for, and every public name is there."""
+"""Imports run one way and load only what is asked for, public names are there, and `kvpatch` refuses other words."""
 
+import ast
+import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import kvpatch_jax
 import kvpatch_jax as kvp
+from kvpatch_jax import __main__ as command
+
+# ---------------------------------------------------------------------------------------------------------------- rooms
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
+ORDERS = {
+    "": PACKAGES,
+    "kvpatch_jax": [
+        *("serving", "store", "batch", "session", "traces", "plan", "window", "repair", "pool", "patching", "cache"),
+        *("segments", "answers", "backbone", "core", "utils", "errors"),
+    ],
+    "kvpatch_jax.store": [
+        *("metrics", "linker", "fetch", "libraries", "references", "retriever", "orbax_item", "store", "snapshot"),
+        *("patches", "codec", "objects", "remote", "queue", "memory", "index", "names", "files", "forks"),
+    ],
+    "models": ["parallel", "", "decoding", "families", "inputs", "towers", "decoder", "attention", "checkpoints"],
+}
+"""Rooms from the top down, by the package that they divide; "" is the package's own modules."""
+
+
+def plain(name: str) -> str:
+    """Names a module of `models` by its folder, in place of the name that the package gives it."""
+    return name.removeprefix("kvpatch_jax.") if name.startswith("kvpatch_jax.models") else name
+
+
+@pytest.fixture(scope="module")
+def edges() -> dict[str, set[str]]:
+    """Which module of the packages imports which, in functions and for type checkers too."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    imports: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imports[name] |= {plain(alias.name) for alias in node.names} & modules.keys()
+            elif isinstance(node, ast.ImportFrom):
+                parts = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    module = plain(f"{base}.{alias.name}")
+                    imports[name] |= {module} if module in modules else {plain(base)} & modules.keys()
+    return imports
+
+
+def room(name: str, package: str) -> int | None:
+    """Numbers a module's room from the top; None: it is in none."""
+    rooms = ORDERS[package]
+    if package and name != package and not name.startswith(f"{package}."):
+        return None
+    inside = name.removeprefix(package).lstrip(".").split(".")[0]
+    return rooms.index(inside) if inside in rooms else rooms.index("") if "" in rooms else None
+
+
+@pytest.mark.parametrize("package", ORDERS)
+def test_rooms_import_one_way(edges: dict[str, set[str]], package: str):
+    pairs = [(name, other, room(name, package), room(other, package)) for name in edges for other in edges[name]]
+    pairs = [pair for pair in pairs if None not in pair]
+    assert len(pairs) > 20
+    assert [f"{name} imports {other}" for name, other, above, below in pairs if below < above] == []
+
+
+def test_nothing_imports_in_a_circle(edges: dict[str, set[str]]):
+    """A package and its own modules make no circle."""
+    assert "kvpatch_jax.plan" in edges["kvpatch_jax.session.placing"]  # a relative import
+    assert "kvpatch_jax.errors" in edges["models.directory"]  # an absolute one
+    left = {name: others - {name} for name, others in edges.items()}
+    assert len(left) > 150
+    while free := {name for name, others in left.items() if not others}:
+        left = {name: others - free for name, others in left.items() if name not in free}
+    assert sorted(left) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- the face
 
 PROGRAM = """
 import sys
@@ -44,3 +123,40 @@ def test_all_names_are_there():
     assert kvp.ChunkStore is kvp.store.ChunkStore
     with pytest.raises(AttributeError, match=r"no attribute 'splice'; expected one of .*apply_patch"):
         getattr(kvp, "spl" + "ice")
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_lists_versions_devices_and_missing_extras(monkeypatch: pytest.MonkeyPatch, capsys):
+    lines = {
+        "kvpatch_jax": [
+            "jax>=0.11",
+            'pillow>=11; extra == "models"',
+            'no-such-package>=1; extra == "store"',
+            'jax[fast]>=0.11; extra == "fast"',
+            'kvpatch_jax[models,store]; extra == "all"',
+        ],
+        "jax": ['no-such-plugin==1; extra == "fast"', 'nothing; extra == "slow"'],
+    }
+    monkeypatch.setattr(command, "requires", lambda name: lines.get(name))
+    store = ["no-such-package"]
+    assert command.missing_packages() == {"models": [], "store": store, "fast": ["no-such-plugin"], "all": store}
+    assert command.main([]) == 0
+    printed = capsys.readouterr().out
+    assert kvpatch_jax.__version__ == importlib.metadata.version("kvpatch_jax")
+    assert f"kvpatch_jax {kvpatch_jax.__version__}, jax " in printed
+    assert "missing no-such-package: pip install 'kvpatch_jax[store]'" in printed
+    assert "cpu" in printed
+
+
+def test_other_words_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+    assert command.main(["--help"]) == 0
+    assert "kvpatch measure" in capsys.readouterr().out
+    assert command.main(["frobnicate"]) == 2
+    assert "got 'frobnicate'; expected store, run" in capsys.readouterr().err
+    assert command.main(["store", "ls", str(tmp_path / "nothing")]) == 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["run"]) == 2
+    assert "expected the folder of a checkout" in capsys.readouterr().err

@@ -17,14 +17,7 @@ from kvpatch_jax import store as stores
 from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
 from kvpatch_jax.cache import Antecedent, PatchMetadata
 from kvpatch_jax.core import Channel
-from kvpatch_jax.errors import (
-    ConfigError,
-    InputError,
-    KVPatchError,
-    PoolError,
-    SessionError,
-    ShapeError,
-)
+from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, PoolError, SessionError, ShapeError
 from kvpatch_jax.plan import Certificate, DeviceCosts
 from kvpatch_jax.pool import SlotAllocator
 from kvpatch_jax.session import Session, Sessions, saved

@@ -1,18 +1,27 @@
-"""No failure of a store, a hook or a client's parameters fails a request: the engine prefills it, and serves others."""
+"""A store, hook or client that fails or hangs costs a request its reuse at most, and no engine waits for it."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import errno
 import functools
+import gc
 import os
+import threading
+import time
+import weakref
 
+import jax
 import numpy as np
 import pytest
 from serving_hooks import BLOCKS, ask, engine_of
-from serving_sides import TOKENS, matched_of, output_of, request_of, rows_of_kv, served, sides_of, true_kv
+from serving_sides import LAYOUT, TOKENS, matched_of, output_of, request_of, rows_of_kv, served, sides_of, true_kv
 
 from kvpatch_jax.errors import StoreError
-from kvpatch_jax.serving.vllm.messages import StepCommands
+from kvpatch_jax.serving.vllm import segments_of
+from kvpatch_jax.serving.vllm.config import PATIENCE
+from kvpatch_jax.serving.vllm.messages import SaveCommand, StepCommands
+from kvpatch_jax.serving.vllm.scheduler_side import AHEAD, READERS
 from kvpatch_jax.serving.vllm.stores import Stores
+from kvpatch_jax.store import ChunkStore
 
 PLAN = {"kvpatch": {"segments": [8, 18], "reuse": "blind", "save": False}}
 
@@ -177,3 +186,190 @@ def test_a_store_that_fails_costs_no_answer(sides, monkeypatch):
         np.testing.assert_allclose(answer.loaded[:, : answer.count], expected[:, : answer.count], rtol=1e-5, atol=1e-5)
     assert sides.worker.former.counts["failed"] > 0
     assert sides.scheduler.reading == (0, 0)
+
+
+LEADING = {"kvpatch": {"segments": [8]}}
+PATCHED = {"kvpatch": {"segments": [8, 18], "reuse": "patched"}}
+EARLY_BLOCKS = tuple(range(8))
+TOKEN_BYTES = LAYOUT.bytes_per_token("float32")
+
+
+@pytest.fixture
+def scheduler(sides):
+    """The scheduler's side, with the canonicals of two chunks and a patch of the second stored."""
+    served(sides, "first", {"segments": [8]})
+    served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    served(sides, "patch", {"segments": [8, 18]})
+    return sides.scheduler
+
+
+@pytest.fixture
+def gate(scheduler, hang):
+    return hang(ChunkStore, "get")
+
+
+@pytest.fixture
+def writing(hang):
+    return hang(ChunkStore, "put")
+
+
+def added(scheduler, name, params=LEADING, **changes):
+    request = request_of(name, params, **changes)
+    scheduler.add_request(request)
+    return request
+
+
+def placed(scheduler, name, params=PATCHED):
+    """Returns a request whose load was commanded."""
+    request = added(scheduler, name, params)
+    scheduler.order_load(request, EARLY_BLOCKS, matched_of(scheduler, request))
+    assert len(scheduler.build_commands(output_of({}, {}, {})).loads) == 1
+    return request
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def test_other_requests_are_served_while_chunks_are_read(scheduler, gate):
+    """The engine is told to ask again, and goes on. Then the request is salted before it is matched."""
+    slow, plain = added(scheduler, "slow", PATCHED), added(scheduler, "plain", None)
+    assert (scheduler.match(slow, 0), scheduler.match(plain, 0)) == (None, 0)
+    assert scheduler.build_commands(output_of({"plain": 30}, {"plain": 0}, {})) == StepCommands()
+    assert slow.cache_salt is None
+    gate.set()
+    while slow.cache_salt is None:
+        assert scheduler.match(slow, 12) is None, "12 tokens of a plain request are not this one's"
+    assert slow.block_hashes == [f"with {slow.cache_salt}"]
+    assert scheduler.match(slow, 4) == 14
+
+
+def test_a_store_that_hangs_costs_only_a_prefill(scheduler, gate, wait_until, monkeypatch):
+    """The first requests wait for the patience, later ones not at all; until the store answers again."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    hanging = [added(scheduler, str(number), PATCHED) for number in range(READERS)]
+    wait_until(lambda: len(gate.threads) == READERS)
+    now[0] += PATIENCE
+    assert [matched_of(scheduler, request) for request in hanging] == [0] * READERS
+    later = [added(scheduler, f"later {number}") for number in range(3 * AHEAD)]
+    assert [scheduler.match(request, 0) for request in later] == [0] * len(later), "asked once, and not again"
+    assert later[0].block_hashes == ["early"]
+    output = output_of({"0": 30}, {"0": 0}, {"0": EARLY_BLOCKS})
+    assert scheduler.build_commands(output) == StepCommands(), "nothing is formed for that store either"
+    assert scheduler.reading == (0, 0)
+    assert scheduler.finish(hanging[0])["kvpatch"]["why"] == "its chunks could not be read"
+    gate.set()
+    names = map(str, range(1000, 2000))  # until a thread has ended its read
+    wait_until(lambda: matched_of(scheduler, added(scheduler, next(names))) == 8)
+
+
+def test_the_number_of_requests_with_chunks_in_memory_is_limited(scheduler, wait_until):
+    """The next one is read when one was placed or is gone, and then nothing of that one is kept."""
+    requests = [added(scheduler, str(number)) for number in range(AHEAD + 2)]
+    assert [matched_of(scheduler, request) for request in requests[:AHEAD]] == [8] * AHEAD
+    assert [scheduler.match(request, 0) for request in requests[AHEAD:]] == [None, None]
+    scheduler.order_load(requests[0], EARLY_BLOCKS, 8)
+    scheduler.take_promised()
+    assert matched_of(scheduler, requests[AHEAD]) == 8
+    assert scheduler.match(requests[AHEAD + 1], 0) is None
+    released = weakref.ref(requests[1].update_block_hashes)
+    scheduler.finish(requests.pop(1))
+    assert matched_of(scheduler, requests[AHEAD]) == 8
+    wait_until(lambda: gc.collect() >= 0 and released() is None)
+
+
+def test_the_engines_thread_accesses_no_store(sides, scheduler, monkeypatch):
+    engine, calls = threading.current_thread(), []
+    for name in ("of", "has_canonical", "canonical", "has_patch", "prefills"):
+        method = getattr(Stores, name)
+
+        def noting(self, *args, method=method, name=name):
+            calls.append((name, threading.current_thread() is engine))
+            return method(self, *args)
+
+        monkeypatch.setattr(Stores, name, noting)
+    served(sides, "exact", {"segments": [8, 18]})
+    request = placed(scheduler, "preempted")
+    assert matched_of(scheduler, request) == 18
+    scheduler.mark_failed({0})
+    scheduler.finish(request)
+    assert calls
+    assert not [name for name, is_engine in calls if is_engine]
+
+
+def test_a_preempted_request_is_read_and_salted_again(sides, scheduler):
+    """What the store has lost since is computed, without the salt; earlier tokens stay in the answer."""
+    request = placed(scheduler, "name")
+    salt = request.cache_salt
+    assert scheduler.match(request, 18) == 0, "all of it is in the engine's cache"
+    assert scheduler.match(request, 0) is None
+    assert (matched_of(scheduler, request), request.cache_salt) == (18, salt)
+    scheduler.order_load(request, EARLY_BLOCKS, 10)
+    assert scheduler.build_commands(output_of({}, {}, {})).loads[0].first == 8
+    scheduler.order_load(request, tuple(range(8, 16)), 0)
+    scheduler.mark_failed(set(EARLY_BLOCKS))  # of the allocations before this one
+    for segment in segments_of("tiny", TOKENS, ends=[8, 18]):
+        sides.worker.stores.of("default").delete(segment.id, "tiny")
+    assert (matched_of(scheduler, request), request.cache_salt) == (0, None)
+    scheduler.order_load(request, EARLY_BLOCKS, 0)
+    report = scheduler.finish(request)["kvpatch"]
+    assert (report["matched"], report["failed"], report["exact"], report["kl"]) == (0, False, False, None)
+    assert report["why"] == "chunk 1 of 2 is not stored"
+
+
+# ------------------------------------------------------------------------------------------------------------- forming
+
+
+def save(sides, end, first=0, blocks=EARLY_BLOCKS):
+    """Saves the leading chunk of a prompt; returns the growth of the device's memory in bytes."""
+    tokens = [first, *TOKENS]
+    sides.pool.prefill(f"{first} {end}", tokens, EARLY_BLOCKS)
+    command = SaveCommand(f"{first} {end}", "default", segments_of("tiny", tokens, ends=[end]), (0,), blocks)
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    sides.worker.save(StepCommands(saves=(command,)))
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays()) - before
+
+
+def test_waiting_prefills_hold_their_rows_within_the_budget(tmp_path, writing, wait_until):
+    """A chunk beyond it is not read, and can be formed from a later request."""
+    with sides_of(tmp_path, forming={"pending_bytes": 17 * TOKEN_BYTES}) as sides:
+        former = sides.worker.former
+        save(sides, 8)
+        wait_until(lambda: writing.threads)
+        assert save(sides, 9, 1) == 9 * TOKEN_BYTES
+        assert (save(sides, 9, 2), former.held_bytes) == (0, 17 * TOKEN_BYTES)
+        assert former.counts == {"over_budget": 1}
+        writing.set()
+        former.flush()
+        assert (former.counts, former.held_bytes) == ({"over_budget": 1, "canonicals": 2}, 0)
+        save(sides, 9, 2)
+        former.flush()
+        assert former.counts["canonicals"] == 3
+
+
+def test_closing_finishes_waiting_prefills_and_one_that_cannot_be_read_costs_one_chunk(sides):
+    save(sides, 8, blocks=(10**6, *range(1, 8)))  # a block of no pool
+    save(sides, 8)
+    save(sides, 9)
+    sides.worker.close()
+    assert (sides.worker.former.counts, sides.worker.former.held_bytes) == ({"failed": 1, "canonicals": 2}, 0)
+
+
+def test_closing_waits_no_longer_than_the_patience(tmp_path, writing, wait_until):
+    """While a write hangs, what was not begun is dropped; the queue is short, too."""
+    with sides_of(tmp_path, forming={"patience": 0.2, "pending": 1}, scheduling={"patience": 0.2}) as sides:
+        former = sides.worker.former
+        save(sides, 8)
+        wait_until(lambda: writing.threads)
+        save(sides, 9)
+        save(sides, 9, 1)
+        assert former.counts == {"dropped": 1}, "the queue is full"
+        sides.worker.close()
+        assert former.counts == {"dropped": 2}
+        (thread,) = [thread for thread in threading.enumerate() if thread.ident in writing.threads]
+        writing.set()
+        thread.join(60)
+        assert former.counts["canonicals"] <= 1, "the second is not formed"
+        assert former.held_bytes == 0

@@ -23,6 +23,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield from folder_in_memory(tmp_path)
 
 
+@pytest.fixture
+def store(folder: Path):
+    from kvpatch_jax.store import ChunkStore
+
+    with ChunkStore(folder / "root") as store:
+        yield store
+
+
 @pytest.fixture(scope="module")
 def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder that the tests of a file share."""

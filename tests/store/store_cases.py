@@ -98,6 +98,10 @@ def value_of(stored: Stored) -> int:
     return stored.body["value"]
 
 
+def opened(root: Path, **options: Any) -> Objects:
+    return Objects(root, **{"secret": SECRET, "memory": 0} | options)
+
+
 def file_of(objects: Objects, name: str) -> Path:
     return Path(objects.root, "data", objects.file_of(name))
 

@@ -19,7 +19,7 @@ import pytest
 from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import files, index
 from kvpatch_jax.store.objects import Objects
-from tests.store.store_cases import SECRET, name_of, object_of, run, value_of
+from tests.store.store_cases import SECRET, name_of, object_of, opened, run, value_of
 
 BUDGET = 8_500
 States = list[dict[int, set[int | None]]]
@@ -181,14 +181,10 @@ class Disk:
             self.cuts.append((copy, self.acknowledged))
 
 
-def opened(root: Path) -> Objects:
-    return Objects(root, secret=SECRET, memory=0)
-
-
 @pytest.fixture
 def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     root, numbers = folder / "root", itertools.count()
-    Objects(root, secret=SECRET, root_budget=BUDGET, memory=0).close()
+    opened(root, root_budget=BUDGET).close()
     for shard in (root / "data").iterdir():
         if shard.name != "00":
             shard.rmdir()  # copies are quick

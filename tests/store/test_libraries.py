@@ -42,12 +42,6 @@ TEXTS = st.text(st.sampled_from("IMAGETXOKNS#\\@{}_.-a1 é\n"), max_size=60) | s
 
 
 @pytest.fixture
-def store(folder: Path) -> Iterator[ChunkStore]:
-    with ChunkStore(folder / "root") as store:
-        yield store
-
-
-@pytest.fixture
 def library(store: ChunkStore) -> StaticLibrary:
     return StaticLibrary(store, quota="1 MB")
 

@@ -1,9 +1,7 @@
-"""A store keeps within its bytes of disk and memory, evicts the least recently used, and forgets what has expired.
-
-Sizes are multiples of one object's file, so that each boundary is met exactly.
-"""
+"""A store keeps within its bytes, evicts the least recently used, and no tenant reads or displaces another's."""
 
 import concurrent.futures
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -14,7 +12,18 @@ import pytest
 
 from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, StaticLibrary
-from tests.store.store_cases import MODEL, chunk_of, expires_of, name_of, object_of, patch_for, value_of
+from tests.store.store_cases import (
+    KEY,
+    MODEL,
+    SECRET,
+    chunk_of,
+    expires_of,
+    name_of,
+    object_of,
+    patch_for,
+    same_chunk,
+    value_of,
+)
 
 OUTPUT = np.arange(1000, dtype=np.float32)
 
@@ -256,3 +265,140 @@ def test_a_full_queue_waits_and_its_last_put_or_deletion_counts(folder: Path, mo
         gate.set()
         assert [last.result().result(), first.result(), second.result()] == [True] * 3
         assert [objects.get(name_of(number), value_of) for number in (1, 2)] == [2, None]
+
+
+# -------------------------------------------------------------------------------------------------------------- tenants
+
+
+def written_in(folder: Path) -> bytes:
+    """Everything on the disk: contents of files, and their names."""
+    return b"".join(path.read_bytes() + str(path).encode() for path in folder.rglob("*") if path.is_file())
+
+
+def test_tenants_of_a_root_read_and_delete_what_is_theirs(folder: Path):
+    with ChunkStore(folder, tenant="a") as one, ChunkStore(folder, tenant="b") as two:
+        one.put(chunk_of("page", 1))
+        two.put(chunk_of("page", 2))
+        one.put_encoder("only a's", MODEL, OUTPUT)
+        for store, seed in ((one, 1), (two, 2)) * 2:  # from the disk, and from memory
+            assert same_chunk(store.get("page", MODEL), chunk_of("page", seed))
+        assert two.get_encoder("only a's", MODEL) is None
+        assert not two.delete("only a's", MODEL)
+        assert one.get("page", "another") is None  # a backbone reads its chunks alone
+        assert not one.delete("page", "another")
+        assert (one.usage().count, two.usage().count) == (2, 1)
+        two.delete_tenant()
+        assert (one.usage().count, two.usage().count) == (2, 0)
+        assert two.get("page", MODEL) is None
+        assert same_chunk(one.get("page", MODEL), chunk_of("page", 1))
+
+
+def test_encrypted_objects_open_with_their_key_alone(folder: Path):
+    root = folder / "root"
+    with (
+        ChunkStore(root, key=KEY) as store,
+        ChunkStore(root) as plain,
+        ChunkStore(root, key=b"x" * 32) as wrong,
+        ChunkStore(root, tenant="other", key=KEY) as other,
+    ):
+        put(store, 1)
+        assert is_there(store, 1)
+        for reader, _ in itertools.product((plain, wrong), range(2)):  # the second time memory has it
+            with pytest.raises(StoreError, match="key"):
+                is_there(reader, 1)
+            with pytest.raises(StoreError, match="key"):
+                reader.verify(delete=True)
+            with pytest.raises(StoreError, match="one that is there, encrypted with another key"):
+                put(reader, 1)
+        put(store, 1)
+        assert is_there(store, 1)
+        assert not is_there(other, 1)
+        put(plain, 2)
+        with pytest.raises(StoreError, match="not encrypted"):
+            is_there(store, 2)
+        put(store, 2)
+        assert is_there(store, 2)
+        assert OUTPUT[500:504].tobytes() not in written_in(root)
+    with ChunkStore(root, key=KEY) as store:
+        assert is_there(store, 1)
+
+
+def test_names_depend_on_the_secret_and_the_tenant(folder: Path):
+    roots: list[tuple[str, str, Any]] = [("a", "one", SECRET), ("b", "one", SECRET)]
+    roots += [("a", "two", SECRET), ("a", "one", None), ("c", "one", None)]
+    names = []
+    for root, tenant, secret in roots:
+        with ChunkStore(folder / root, tenant=tenant, secret=secret) as store:
+            store.put(chunk_of("a private id"))
+            names.append(store.objects.with_prefix("")[0])
+    assert names[0] == names[1]
+    assert len(set(names)) == 4
+    written = written_in(folder / "a")
+    assert SECRET not in written
+    assert b"one/" not in written
+
+
+def test_an_encrypted_store_reveals_neither_contents_nor_names(folder: Path):
+    with ChunkStore(folder, tenant="museum", key=KEY) as store:
+        library, dynamic = StaticLibrary(store, quota="1 MB"), DynamicLibrary(store)
+        library.put("LOUVRE2025", "a secret text", chunk=chunk_of("a private id"))
+        dynamic.publish("HOTEL01", "another secret", vector=np.array([1.0, 2.0]))
+        assert [str(entry.reference) for entry in library.entries()] == ["TEXT#LOUVRE2025"]
+        assert [reference for reference, _ in dynamic.vectors()] == ["TEXT#HOTEL01"]
+    written = written_in(folder)
+    words = (b"LOUVRE2025", b"HOTEL01", b"secret text", b"another secret", b"private id", b"museum", KEY)
+    assert not [word for word in words if word in written]
+    with ChunkStore(folder, tenant="museum", key=b"x" * 32) as store, pytest.raises(StoreError, match="another key"):
+        StaticLibrary(store, quota="1 MB").get("TEXT", "LOUVRE2025")
+
+
+def test_a_tenants_snapshot_has_nothing_of_others(folder: Path):
+    with ChunkStore(folder / "root", tenant="one") as store, ChunkStore(folder / "root", tenant="two") as two:
+        store.put(chunk_of("page"))
+        two.put_many([chunk_of("theirs"), chunk_of("more")])
+        two.delete("theirs", MODEL)
+        store.save(folder / "snapshot")
+        assert not (folder / "snapshot" / "secret").exists()
+        content = written_in(folder / "snapshot")
+        for name in (two.objects.tenant, two.names.chunk(MODEL, "theirs"), two.names.chunk(MODEL, "more")):
+            assert name.encode() not in content
+
+
+def test_tenants_take_from_whoever_holds_more_than_is_theirs(folder: Path, size: int):
+    """A tenant alone fills the root; beside others it keeps an equal part, or its share, whoever writes more."""
+    root = folder / "root"
+    budget: Any = {"root_budget": 20 * size, "memory": 0}
+    one, two = (ChunkStore(root, tenant=tenant, **budget) for tenant in ("one", "two"))
+    for number in range(30):
+        put(one, number)
+    assert one.usage().count >= 19
+    for number in range(30):
+        put(two, number)
+        # What takes a tenant below its part is one object at most.
+        assert one.usage().count >= 9
+        assert one.usage().bytes + two.usage().bytes <= 20 * size
+    assert two.usage().count >= 9
+    assert is_there(one, 29)
+    assert not is_there(one, 0)
+
+    # In turn, each evicts what is its own; a share moves the parts.
+    for number in range(100, 110):
+        put(one, number)
+        put(two, number)
+        assert min(one.usage().count, two.usage().count) >= 8
+    three = ChunkStore(root, tenant="three", share=14 * size, memory=0)
+    for number in range(30):
+        put(three, number)
+    assert 12 <= three.usage().count <= 14
+    for number in range(200, 220):
+        put(one, number)
+        put(two, number)
+    assert three.usage().count >= 12
+    assert min(one.usage().count, two.usage().count) >= 1
+    assert one.usage().bytes + two.usage().bytes + three.usage().bytes <= 20 * size
+    usages = [store.usage() for store in (one, two, three)]
+    with pytest.raises(StoreError, match="other tenants' shares stay"):
+        one.put_encoder("large", MODEL, np.tile(OUTPUT, 9))
+    assert [store.usage() for store in (one, two, three)] == usages
+    for store in (one, two, three):
+        store.close()
