@@ -260,6 +260,9 @@ def test_a_full_queue_waits_and_its_last_put_or_deletion_counts(folder: Path, mo
         assert [objects.get(name_of(number), value_of) for number in (1, 2)] == [2, 2]
         assert objects.delete(f"{2:032x}")
         assert not third.result()
+        # One that is replaced takes no more room.
+        many = pool.submit(lambda: [objects.put_async(name_of(1), lambda: object_of(2), 9) for _ in range(30)])
+        assert concurrent.futures.wait([many], 5).done
         last = pool.submit(store.put_async, chunk_of("last"))
         assert not concurrent.futures.wait([last], 0.1).done
         gate.set()

@@ -183,9 +183,11 @@ def test_an_outage_delays_puts_and_makes_reads_misses(client, machine):
     wait_for(lambda: waiting(objects) == 0)  # by the thread, without another call
     assert machine(2, Remote(client)).get(name_of(1), value_of) == 1
 
-    # A later process sends what an earlier one left.
+    # A later process sends what an earlier one left, and nothing of what was deleted meanwhile but the deletion.
     client.is_away = True
-    objects.put([(name_of(2), object_of(2))])
+    objects.put([(name_of(number), object_of(2)) for number in (3, 2)])
+    assert objects.delete(f"{3:032x}")
+    assert waiting(objects) == 2
     objects.close()
     client.is_away = False
     again = machine(1, Remote(client))
