@@ -4,8 +4,8 @@ python -m tests.tools.claims           # fills it
 python -m tests.tools.claims --check   # fails where the page has another table, or a file has no claim
 """
 
+import argparse
 import ast
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,14 @@ def table() -> str:
 
 def main() -> None:
     """Writes the page, or checks it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare, and change nothing")
+    check = parser.parse_args().check
     page = PAGE.read_text("utf-8")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     filled = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-    if "--check" not in sys.argv:
+    if not check:
         PAGE.write_text(filled, "utf-8")
     elif filled != page:
         raise SystemExit("ARCHITECTURE.md: got another table of claims; expected python -m tests.tools.claims")
