@@ -31,11 +31,7 @@ def measured(number: int, seconds: float = 0.0) -> list[dict[str, float]]:
     return [{"line": line, "value": number * 0.1 + line} for line in range(2)]
 
 
-def parts_of(seconds: float) -> list[Part]:
-    return [Part(f"part {number}", functools.partial(measured, number, seconds)) for number in range(30)]
-
-
-PARTS = parts_of(0.0)
+PARTS = [Part(f"part {number}", functools.partial(measured, number)) for number in range(30)]
 EXPECTED = {part.key: list(part.measure()) for part in PARTS}
 
 
@@ -241,10 +237,6 @@ HOLDS = {
 """What holds at the end of a page that asserts nothing itself."""
 
 
-def complete_program(page: Path) -> str:
-    return "\n".join([FIRST.get(page, ""), *blocks_of(page)])
-
-
 def run_typed(typed: str, folder: Path) -> str:
     """Runs Python in a process of its own from a checkout's root, as a user would; returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -268,7 +260,7 @@ def test_a_first_block_prints_what_it_says(page: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs(page: Path, tmp_path: Path):
     holds = f"assert {HOLDS[page.stem]}" if page.stem in HOLDS else ""
-    run_typed(f"{complete_program(page)}\n{holds}\n", tmp_path)
+    run_typed("\n".join([FIRST.get(page, ""), *blocks_of(page), holds, ""]), tmp_path)
 
 
 def test_tables_of_pages_are_those_of_the_committed_rows():
