@@ -57,13 +57,6 @@ def expected_ids(backbone: Any, item: BatchItem) -> list[int]:
     return ids[: next((place for place, id in enumerate(ids) if id in backbone.stop_tokens), len(ids))]
 
 
-def check_answers(backbone: Any, items: list[BatchItem], lines: list[dict]) -> None:
-    for item, line in zip(items, lines, strict=True):
-        ids = expected_ids(backbone, item)
-        assert (line["id"], line["ids"], line["fidelity"]) == (item.id, ids, "exact")
-        assert line["answer"] == (backbone.text(ids) if backbone.tokenizer else None)
-
-
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
@@ -72,7 +65,10 @@ def test_each_prefix_is_prefilled_once_and_answers_are_those_of_complete_prompts
     # first, first|page, first|second, first|second|page, second, second|first
     assert report.forwards == forwards == 6
     assert (report.items, report.answered, report.failed, report.before, report.hits) == (7, 7, 0, 0, 0)
-    check_answers(backbone, items, lines)
+    for item, line in zip(items, lines, strict=True):
+        ids = expected_ids(backbone, item)
+        assert (line["id"], line["ids"], line["fidelity"]) == (item.id, ids, "exact")
+        assert line["answer"] == (backbone.text(ids) if backbone.tokenizer else None)
 
 
 def test_answers_do_not_depend_on_the_shards_nor_on_the_first_size_of_the_pool(

@@ -68,7 +68,6 @@ def rotated(name: str) -> dict:
         ({"local": np.full(24, np.nan, np.float32)}, InputError, "positions from nan"),
         ({"length": 25}, InputError, "25"),
         ({"span": 23}, InputError, "span 23; expected at least 24"),
-        ({"id": 3}, InputError, "chunk: id: got a int"),
         ({"lead": ""}, InputError, "lead ''"),
     ],
 )

@@ -379,10 +379,6 @@ def context(monkeypatch) -> PromptContext:
     return context
 
 
-def covers_once(parts: infoflow.Parts, tokens: int) -> bool:
-    return [token for first, last in parts for token in range(first, last)] == list(range(tokens))
-
-
 def test_chunks_are_prefilled_as_if_alone(backbone, context):
     expected = np.zeros((5, 5), bool)
     expected[:2, :2], expected[2:, 2:] = np.tri(2, dtype=bool), np.tri(3, dtype=bool)
@@ -407,7 +403,8 @@ def test_prompts_have_one_size_and_passages_cover_them(task: str):
     prompts = [infoflow.draw_prompt(Letters(), task, number, seed=3) for number in (0, 1, 2, 3, 1)]
     for prompt in prompts:
         assert len(prompt.ids) == infoflow.CONTEXT
-        assert covers_once(prompt.passages, infoflow.CONTEXT)
+        covered = [token for first, last in prompt.passages for token in range(first, last)]
+        assert covered == list(range(infoflow.CONTEXT))
         assert task == "prose" or len(prompt.passages) == infoflow.PASSAGES
         assert 0 < len(prompt.asked) <= infoflow.ASKED
         assert len(prompt.asked) + len(prompt.behind) == infoflow.ASKED + infoflow.FOLLOW

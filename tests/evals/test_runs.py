@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,11 +32,7 @@ def measured(number: int, seconds: float = 0.0) -> list[dict[str, float]]:
     return [{"line": line, "value": number * 0.1 + line} for line in range(2)]
 
 
-def parts_of(seconds: float) -> list[Part]:
-    return [Part(f"part {number}", functools.partial(measured, number, seconds)) for number in range(30)]
-
-
-PARTS = parts_of(0.0)
+PARTS = [Part(f"part {number}", functools.partial(measured, number)) for number in range(30)]
 EXPECTED = {part.key: list(part.measure()) for part in PARTS}
 
 
@@ -241,22 +238,6 @@ HOLDS = {
 """What holds at the end of a page that asserts nothing itself."""
 
 
-def complete_program(page: Path) -> str:
-    return "\n".join([FIRST.get(page, ""), *blocks_of(page)])
-
-
-def run_typed(typed: str, folder: Path) -> str:
-    """Runs Python in a process of its own from a checkout's root, as a user would; returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"TMPDIR": str(folder), "MPLBACKEND": "Agg"}
-    command = [sys.executable, "-W", "error", "-"]
-    done = subprocess.run(
-        command, input=typed, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("page", [README, pytest.param(DOCS / "start.md", marks=pytest.mark.nightly)])
 def test_a_first_block_prints_what_it_says(page: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -267,8 +248,14 @@ def test_a_first_block_prints_what_it_says(page: Path, capsys: pytest.CaptureFix
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs(page: Path, tmp_path: Path):
+    """In a process of its own from a checkout's root, as a user would run it."""
     holds = f"assert {HOLDS[page.stem]}" if page.stem in HOLDS else ""
-    run_typed(f"{complete_program(page)}\n{holds}\n", tmp_path)
+    program = "\n".join([FIRST.get(page, ""), *blocks_of(page), holds, ""])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment | {"TMPDIR": str(tmp_path), "MPLBACKEND": "Agg"}}
+    command = [sys.executable, "-W", "error", "-"]
+    done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=600, check=False, **options)
+    assert done.returncode == 0, done.stderr
 
 
 def test_tables_of_pages_are_those_of_the_committed_rows():

@@ -17,14 +17,14 @@ from kvpatch_jax import store as stores
 from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
 from kvpatch_jax.cache import Antecedent, PatchMetadata
 from kvpatch_jax.core import Channel
-from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, PoolError, SessionError, ShapeError
+from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, PoolError, ShapeError
 from kvpatch_jax.plan import Certificate, DeviceCosts
 from kvpatch_jax.pool import SlotAllocator
 from kvpatch_jax.session import Session, Sessions, saved
 from kvpatch_jax.store import ChunkStore, PatchKey
 from kvpatch_jax.traces import Recorder, Trace
 from tests.shared.operator_cases import chunk_of, conditioned_of
-from tests.shared.session_cases import image_of, reader
+from tests.shared.session_cases import reader
 
 WRONG = (None, 5, -1, True, "", "x", b"x", [], {}, (1, 2), [None], math.nan, 1.5, 10**400, Path("none/there"), object())
 READER = types.SimpleNamespace(fingerprint="f" * 64, layout=None, prepare=None, embed=None, prefill=None)
@@ -129,18 +129,7 @@ def test_a_session(backbone):
     with Session(backbone, keep=2, pages=64, memory="1 MiB") as session:
         assert session.config.memory == 1 << 20
         session.add([1, 2])
-        session.add(image_of(0), id="shot")
         asked = {"question": [3], "steps": 1, "stop": None, "temperature": 0.0, "top_p": 1.0, "top_k": None, "look": 1}
-        calls = {
-            "add": (session.add, {"item": [3], "id": None, "kind": None}),
-            "insert": (session.insert, {"item": [3], "before": "none", "id": None}),
-            "recall": (session.recall, {"item": "shot"}),
-            "evict": (session.evict, {"id": "none"}),
-            "replace": (session.replace, {"id": "none", "item": [1]}),
-            "reorder": (session.reorder, {"ids": []}),
-            "fork": (session.fork, {"keep": 1}),
-        }
-        assert not raw_errors(calls)
         # A number here makes an answer, and programs for it.
         assert not raw_errors({"ask": (session.ask, asked)}, [x for x in WRONG if x not in (5, 1.5, (1, 2), None)])
 
@@ -154,15 +143,17 @@ def test_an_operator(backbone):
     kv, layout = conditioned_of(chunk), chunk.layout
     patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(chunk, None, 3)
     served = {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None}
+    served_by = {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}
     calls = {
         "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
         "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
-        "form_patch": (kvp.form_patch, {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}),
+        "form_patch": (kvp.form_patch, served_by),
         "apply_patch": (kvp.apply_patch, served),
         "Placed": (kvp.Placed, served),
         "accumulate": (kvp.accumulate, {"acc": None, "conditioned": kv, "chunk": chunk, "antecedent": ["a"]}),
         "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk, ["a"]), "rank": 4}),
-        "correction_patch": (lambda patch: kvp.correction_patch(chunk, patch, kv, 4, ["a"]), {"patch": patch}),
+        "removal_patch": (kvp.removal_patch, {**served_by, "target": chunk.kv, "base_antecedent": ["b"]}),
+        "correction_patch": (kvp.correction_patch, {**served_by, "patch": patch}),
         "update_patch": (kvp.update_patch, {"patch": patch, "correction": patch}),
         "truncate": (kvp.truncate, {"patch": patch, "rank": 2}),
         "keep_layers": (kvp.keep_layers, {"patch": patch, "layers": [0]}),
@@ -179,6 +170,9 @@ def test_an_operator(backbone):
         "Antecedent": (Antecedent, {"members": ()}),
     }
     assert not raw_errors(calls)
+    for name in ("form_patch", "apply_patch", "accumulate", "removal_patch", "correction_patch"):
+        with pytest.raises(InputError, match=r"antecedent.*expected"):
+            calls[name][0](**calls[name][1] | {"antecedent": "abc"})
 
 
 def test_a_model(backbone):
@@ -227,10 +221,6 @@ def test_what_names_no_file(name: str):
             NO_FILE[name](path)
 
 
-def session(**options: Any):
-    return Session(READER, **options)
-
-
 def sessions(backbone: Any = READER, store: Any = None, **options: Any):
     return Sessions(backbone, store, pages=8, **options)
 
@@ -261,15 +251,6 @@ def batch(backbone: Any = READER, store: Any = None, **options: Any):
             [{"backbone": None}, {"store": "a folder"}, {"batch": 2.0}, {"shard": "01"}],
             InputError,
             r"(answer_batch|sessions): .*expected",
-        ),
-        (
-            session,
-            [
-                *({"around": "x"}, {"reuse": "certified"}, {"memory": "lots"}, {"memory": math.nan}, {"name": 3}),
-                *({"kl": "0.05"}, {"linker": 3}, {"runtime": 3}),
-            ],
-            SessionError,
-            r"session\..*: got .*expected",
         ),
     ],
 )

@@ -138,18 +138,10 @@ def test_special_tokens_stand_around_the_whole_prompt(tmp_path):
     assert backbone.prepare([[5, 6]])["input_ids"][0].tolist() == [5, 6]
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        (asked({"type": "image_url", "image_url": {"url": "page.png"}}), "chat, part 0: got 'page.png'.*a data URL"),
-        (asked({"type": "video", "video": "film.png"}, {"type": "text", "text": "what?"}), "expected 'video'"),
-        (asked({"type": "text"}), "'text' with the fields .*; expected fields of"),
-        ({"role": "user", "content": "hello"}, "messages of type dict"),
-    ],
-)
-def test_what_chat_does_not_know_is_refused(loaded, unchecked, messages, message):
-    with pytest.raises(InputError, match=message):
-        loaded("qwen2_5_vl").chat(messages)
+def test_what_chat_does_not_know_is_refused(loaded):
+    part = {"type": "image_url", "image_url": {"url": "page.png"}}
+    with pytest.raises(InputError, match=r"chat, part 0: got 'page.png'.*a data URL"):
+        loaded("qwen2_5_vl").chat(asked(part))
 
 
 def test_text_outside_the_vocabulary_is_refused(tmp_path):

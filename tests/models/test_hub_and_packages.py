@@ -56,10 +56,6 @@ def repository(root: Path) -> Path:
     return root
 
 
-def cached_files(path: Path) -> set[str]:
-    return {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
-
-
 def test_a_name_loads_the_model_of_its_repository(hub):
     backbone, same = load(NAME), load(hub.repositories[NAME])
     jax.tree.map(np.testing.assert_array_equal, backbone.parameters, same.parameters)
@@ -70,7 +66,7 @@ def test_a_name_loads_the_model_of_its_repository(hub):
 def test_what_is_downloaded_is_what_is_read_and_answers_without_a_network(pinned, hub, monkeypatch):
     path = snapshot(NAME, pinned)
     assert path.name == COMMIT
-    assert cached_files(path) == WHOLE
+    assert {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()} == WHOLE
 
     hub.requests.clear()
     assert snapshot(NAME, COMMIT) == path

@@ -67,8 +67,9 @@ def test_another_format_is_read_by_pyav():
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     np.testing.assert_allclose(read_sound(Audio(file.getvalue()), 16000), samples / 2**15, atol=1e-7)
-    with pytest.raises(InputError, match="cannot be decoded"):
-        read_sound(Audio(b"no sound at all"), 16000)
+    for content in (b"", b"no sound at all"):
+        with pytest.raises(InputError, match="cannot be decoded"):
+            read_sound(Audio(content), 16000)
 
 
 @pytest.mark.parametrize(("own", "rate"), [(44100, 16000), (8000, 16000), (16000, 24000), (16000, 16000)])
@@ -122,9 +123,6 @@ def test_sounds_become_transformers_features():
 
 
 def test_sounds_that_have_no_features_are_refused(tmp_path):
-    for samples in (b"", np.full(500, np.nan, np.float32)):
-        with pytest.raises(InputError, match=r"cannot be decoded|not finite"):
-            read_sound(Audio(samples, None if isinstance(samples, bytes) else 16000), 16000)
     with pytest.raises(InputError, match="expected more than 200"):
         log_mel(np.zeros(200, np.float32), whisper(), padded=False)
     assert log_mel(np.zeros(200, np.float32), whisper(), padded=True).shape == (80, 2)

@@ -332,7 +332,6 @@ def test_a_name_of_no_directory_is_refused_and_one_in_the_hubs_cache_told_where_
     [
         ({"ignore": [3]}, r"ignore \[3\]; expected a list of keys and tensor names"),
         ({"ignore": ["text_confg"]}, r"ignore 'text_confg'; expected a key of .*config\.json, or"),
-        ({"buckets": 64}, "buckets 64; expected a Buckets, or None"),
         ({"revision": ""}, "revision ''; expected a commit, tag or branch, or None"),
     ],
 )

@@ -137,31 +137,10 @@ def test_a_patch_behind_approximate_kv_serves_behind_that_alone(chunk):
     kvp.apply_patch(chunk, removal, 0, ["B"], base=base, base_antecedent=behind)
 
 
-def test_a_bare_name_is_no_antecedent_of_any_operator(chunk, patch, unchecked: None):
-    conditioned = conditioned_of(chunk)
-    for call in (
-        lambda names: kvp.form_patch(chunk, conditioned, 4, names),
-        lambda names: kvp.apply_patch(chunk, patch, 0, names, allow_stale=True),
-        lambda names: kvp.apply_patch(chunk, patch, 0, A, base=chunk.kv, base_antecedent=names),
-        lambda names: kvp.accumulate(None, conditioned, chunk, names),
-        lambda names: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, names, A),
-        lambda names: kvp.correction_patch(chunk, patch, conditioned, 4, names),
-    ):
-        with pytest.raises(InputError, match=r"antecedent.*expected"):
-            call("abc")
-
-
 def test_one_start_per_chunk_and_not_one_per_layer(chunk, patch, unchecked):
     for served, start in ((None, (10, 500, 9000)), (patch, jnp.array([[10]]))):
         with pytest.raises(InputError, match=r"start of shape .*expected a scalar"):
             kvp.apply_patch(chunk, served, start, A)
-    with pytest.raises(InputError, match="finite"):
-        kvp.apply_patch(chunk, None, float("nan"))
-    # A chunk that begins between positions.
-    whole, half = kvp.apply_patch(chunk, None, 7), kvp.apply_patch(chunk, None, 7.5)
-    moved = dataclasses.replace(chunk, local=np.asarray(chunk.local) + 0.5, span=25)
-    np.testing.assert_array_equal(half["k"], kvp.apply_patch(moved, None, 7)["k"])
-    assert np.abs(half["k"] - whole["k"]).max() > 0.1
 
 
 def test_factors_fit_their_metadata(patch, unchecked):

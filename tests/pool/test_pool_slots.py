@@ -25,7 +25,7 @@ from kvpatch_jax.errors import (
     StalePatchError,
 )
 from tests.shared.compilations import compilations
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
+from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of
 
 nightly = pytest.mark.nightly
 FORMATS = (
@@ -215,7 +215,6 @@ def test_what_is_written_has_the_twins_bits(kind, dtype, place):
         ({"slots": np.zeros(24, np.int32)}, KernelError, "named twice"),
         ({"slots": np.arange(24, dtype=np.int32) + 25}, KernelError, "slot 48"),
         ({"slots": np.arange(23, dtype=np.int32)}, ShapeError, r"\(23,\)"),
-        ({"start": np.nan}, InputError, "nan"),
         ({"antecedent": ("C",)}, StalePatchError, "'C'"),
         ({"chunk": chunk_of("gqa", seed=3)}, PatchMismatchError, "'B3'"),
         ({"chunk": chunk_of("gqa", dtype=jnp.bfloat16), "patch": None}, ShapeError, "bfloat16"),
@@ -224,7 +223,6 @@ def test_what_is_written_has_the_twins_bits(kind, dtype, place):
         ({"pool": {name: jnp.zeros((3, 6, 8, 2, 16), jnp.int8) for name in "kv"}}, ShapeError, "int8"),
         ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16)), "v": jnp.zeros((3, 5, 8, 2, 16))}}, ShapeError, "pages"),
         ({"pool": {"k": [[0.0]], "v": [[0.0]]}}, ShapeError, "list"),
-        ({"chunk": kv_of(LAYOUTS["gqa"], 24), "patch": None}, InputError, "dict; expected a Chunk"),
         ({"slots": np.linspace(0, 1, 24)}, KernelError, "float64"),
     ],
 )
@@ -328,8 +326,6 @@ def test_slots_that_are_not_owned_are_refused(unchecked):
         books.allocate(0)
     with pytest.raises(PoolError, match="2 whole pages; expected at most the 1 of 2"):
         books.allocate(5, aligned=True)
-    with pytest.raises(PoolError, match="pages 0"):
-        pool.SlotAllocator(0, 4)
     with pytest.raises(PoolError, match="page_size 0"):
         pool.make_pool(LAYOUTS["gqa"], 1, 0)
     assert (books.counts[slots] == 1).all()

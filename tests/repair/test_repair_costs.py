@@ -30,12 +30,6 @@ TURNING, EVERYTHING = 3 * NUMBERS // 2, 2 * NUMBERS
 """Of the long chunk: two products and a sum for each number of its keys; and its bytes."""
 
 
-def run_flops(backbone, layers, tokens: int, keys: int) -> float:
-    """FLOPs of running tokens through some layers against all slots of a cache."""
-    costs = backbone.forward_costs
-    return sum((costs.token[layer] + costs.pair[layer] * keys) * tokens for layer in layers)
-
-
 def test_recomputed_tokens_cost_their_share_of_a_reprefill(backbone, spliced):
     splice, _ = spliced
     call = lambda name, budget, **settings: METHODS[name](backbone, splice, budget, **settings)
@@ -43,7 +37,9 @@ def test_recomputed_tokens_cost_their_share_of_a_reprefill(backbone, spliced):
     everything = reprefill_flops(backbone, splice)
     assert placing == 3 * CHUNK * LAYERS * FEATURES
     assert everything == call("prefix_caching", 1.0).flops
-    assert everything == pytest.approx(run_flops(backbone, range(LAYERS), CHUNK, splice.cache["k"].shape[2]), rel=1e-6)
+    costs, keys = backbone.forward_costs, splice.cache["k"].shape[2]
+    expected = CHUNK * sum(costs.token[layer] + costs.pair[layer] * keys for layer in range(LAYERS))
+    assert everything == pytest.approx(expected, rel=1e-6)
     assert call("first_k", 0.5).flops == everything / 2 + placing
     schedules = {0.5: (1.0, 0.5, 0.25, 0.25)}
     assert call("vlcache", 0.5, schedules=schedules).flops == pytest.approx(everything / 2 + placing)

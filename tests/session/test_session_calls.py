@@ -90,10 +90,10 @@ def test_inputs_beyond_the_limits_are_refused(session):
 
 
 IMAGE = image_of(5)
-INPUTS = (None, 7, True, "", "\ud800", b"\x89PNG nothing", {}, {"image": 1}, [], [[]], [2**70], [-1], object(),
+INPUTS = (None, 10**400, True, "", "\ud800", b"\x89PNG", [True], {"image": 1}, [], [[]], [2**70], [-1], [1.5], object(),
           Path("a\0b"), Path("/dev/zero"), np.zeros((4, 4, 3), np.float32), np.zeros((0, 4, 3), np.uint8))  # fmt: skip
 NAMES = (None, 2.0, "", "no such", "\ud800", b"lead", ["lead"], {}, np.zeros(3))
-COUNTS = (-1, -(2**70), 1.5, "2", True, [], np.ones(2))
+COUNTS = (-1, -(2**70), 10**400, 1.5, "2", True, [], np.ones(2))
 NUMBERS = ("hot", [[]], float("nan"), -1.5, object())
 # The values that mean nothing in place of "?": as an argument, or as an option by name.
 TABLE = [
@@ -104,7 +104,8 @@ TABLE = [
      ("needs", "shot", QUESTION, "steps")),
     (NUMBERS, ("ask", QUESTION, "temperature"), ("ask", QUESTION, "top_p"), ("ask", QUESTION, "top_k"),
      ("add", IMAGE, "kind"), ("reorder", "?"), ("needs", "last", QUESTION, "bound")),
-    (("", "\ud800", 7, [], "shot"), ("add", IMAGE, "id"), ("replace", "shot", "w5", "name")),
+    (("", "\ud800", 7, [], "shot"), ("add", IMAGE, "id"), ("insert", IMAGE, "last", "id"),
+     ("replace", "shot", "w5", "name")),
     ((None, "a\0b", "/no folder/file"), ("save", "?")),
     ((["shot", "lead"], ["shot", "shot"], ["no such"], [7]), ("reorder", "?")),
 ]  # fmt: skip
@@ -155,11 +156,11 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
     linker = type("Linker", (), {"backbone": "f" * 64})()
     with kvp.Session(backbone_of("gqa")) as other:
         for name, *values in (
-            *(("keep", 0, True, (2, 1), "2"), ("kl", -0.1, float("nan")), ("around", "w5", ("w5",)), ("chat", "yes")),
-            *(("encoding", "k9v9"), ("placeholder", "  ", 3), ("memory", -1), ("reuse", "uncertified"), ("pages", 0)),
-            *(("runtime", 5, other.runtime), ("promise", "recall"), ("audit", 1.5), ("linker", linker)),
+            *(("keep", 0, (2, 1), "2"), ("kl", -0.1, float("nan"), "0.05"), ("around", "w5", ("w5",)), ("pages", 0)),
+            *(("encoding", "k9v9"), ("placeholder", "  ", 3), ("memory", -1, "lots"), ("reuse", "uncertified")),
+            *(("runtime", 5, other.runtime), ("promise", "recall"), ("audit", 1.5), ("linker", 5, linker)),
             *((name, 5) for name in ("backbone", "store", "name", "certificate", "retriever", "config")),
-            *(("rank", -1, {"nope": 4}, "four"), ("lead", b"\x89PNG nothing", -1)),
+            *(("rank", -1, {"nope": 4}, "four"), ("lead", b"\x89PNG nothing", -1), ("chat", "yes")),
         ):
             for value in values:
                 with pytest.raises(KVPatchError, match="expected"):

@@ -186,10 +186,7 @@ def test_an_inserted_chunk_is_unknown_to_what_follows(backbone):
             session.insert(SHOTS[2], "shot 1")
 
 
-LEADS = [([words(5, 9), SHOTS[1], "w30"], 3), (None, 0), (0, 0)]
-
-
-@pytest.mark.parametrize(("lead", "count"), LEADS)
+@pytest.mark.parametrize(("lead", "count"), [([words(5, 9), SHOTS[1], "w30"], 3), (None, 0), (0, 0)])
 def test_a_lead_never_leaves(backbone, lead, count):
     with kvp.Session(backbone, keep=1, lead=lead) as session:
         # Nothing splits a lead that was given: it stays as a whole.

@@ -220,8 +220,6 @@ def test_a_prefill_serves_behind_the_same_history_bit_for_bit_and_behind_a_like_
     other = Loop(name, store=store)
     other.append("c0", "c3")
     assert find(other, prefills, "c2") == {}
-    with pytest.raises(InputError, match="which no store has"):
-        other.append("c2", service=Service("restored"))
     # One that is encoded would be none; another rounding of what a forward reads is another KV.
     assert StoredPrefills(store, first.backbone.fingerprint, "bfloat16").alike("c2", near.window.likeness("c2")) == {}
     key = "c2", prefills.lead(made), None
