@@ -169,9 +169,9 @@ def write_results(file: Path, unfinished: Sequence[str] = ()) -> tuple[Path, dic
     path = file.with_name(f"{name}{device}-{datetime.datetime.now(datetime.UTC).date().isoformat()}.json")
     # At once or not at all: calls that name no implementation read this file. (The library, which has such a step, may
     # not be importable on a bare machine.)
-    whole = path.with_suffix(".new")
-    whole.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(whole, path)
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(written, path)
     return path, results
 
 

@@ -41,9 +41,9 @@ def tiers_of(path: Path) -> str:
         return ", ".join(tier for tier in TIERS if tier in whole)
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     decorators = [[ast.unparse(decorator) for decorator in test.decorator_list] for test in tests]
-    is_default = any(not any(f"pytest.mark.{tier}" in own for own in lines for tier in TIERS) for lines in decorators)
+    is_default = any(not any(f"pytest.mark.{tier}" in line for line in lines for tier in TIERS) for lines in decorators)
     # A case of a parametrised test may be marked alone.
-    is_default = is_default or any("pytest.param" in own for lines in decorators for own in lines)
+    is_default = is_default or any("pytest.param" in line for lines in decorators for line in lines)
     return ", ".join(["default"] * is_default + [tier for tier in TIERS if tier in marked])
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.tools.mutations [--only=WORD] [--jobs=2]
 
-Each fault is planted in a worktree of the last commit. The tests of its own room run first, then all others, up to the
-first failure. Prints a row of a table for each fault, and the number that was caught.
+The tests must pass in a worktree of the last commit, where each fault is planted then. The tests of its own room run
+first, then all others, up to the first failure. Prints a row of a table for each fault, and the number that was caught.
 """
 
 import argparse
@@ -100,6 +100,11 @@ def main() -> None:
 
     listed = tomllib.loads(Path(__file__).with_name("faults.toml").read_text("utf-8"))["fault"]
     faults = [fault for fault in (Fault(**row) for row in listed) if options.only in fault.path + " " + fault.shows]
+    # A test that fails anyway would seem to catch every fault.
+    with worktrees(1) as (tree,):
+        failed = first_failure(tree, ["-n", str(options.jobs)])
+    if failed is not None:
+        raise SystemExit(f"mutations: got {failed}, which fails without a fault; expected all tests to pass")
     print("| module | fault | caught by | seconds |\n|---|---|---|---|", flush=True)
     with worktrees(options.jobs) as trees:
         free: queue.SimpleQueue[Path] = queue.SimpleQueue()
