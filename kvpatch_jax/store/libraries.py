@@ -442,7 +442,9 @@ class DynamicLibrary(_Library):
                 self.objects.amend(self._name(reference), functools.partial(_unless_taken, written))
                 # Where there are newer ones already, another machine may have published this number, too, and deleted
                 # it as an old one. The next number is nobody's.
-                newest = max(self._versions(reference))
+                newest = version
+                with contextlib.suppress(StoreError):  # it is published, whether or not others can be listed now
+                    newest = max(self._versions(reference))
                 self._drop_old(self._prefix(reference), self._name(dataclasses.replace(reference, version=newest)))
                 if newest == version:
                     return reference

@@ -302,6 +302,22 @@ def test_a_number_that_another_machine_has_used_and_deleted_is_not_used_again(
         assert first.open("TEXT", "A").resource.content == "late"
 
 
+def test_a_version_that_is_written_counts_though_no_listing_follows(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
+    library = DynamicLibrary(store)
+    answers = iter([[], StoreError("refused")])
+
+    def versions(*_: Any) -> list[int]:
+        answer = next(answers)
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_versions", versions)
+        assert library.publish("A", "text").version == 1
+    assert library.open("TEXT", "A").resource.content == "text"
+
+
 def test_another_process_holds_its_version_until_it_dies(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
     library = DynamicLibrary(store)
     library.publish("A", "one", chunk=chunk_of("c1"))
