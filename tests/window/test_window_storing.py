@@ -15,7 +15,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.window import PatchFormer, PatchNote, Service, StoredPrefills, traffic
 from tests.shared.memory_store import MemoryStore
-from tests.shared.window_oracle import Watched, backbone_of, tokens_of
+from tests.shared.window_oracle import BUCKETS, Watched, backbone_of, tokens_of
 
 
 class PausableStore(MemoryStore):
@@ -114,7 +114,7 @@ def test_what_left_meanwhile_is_formed_and_a_closed_former_takes_nothing():
 @pytest.mark.parametrize("limit", ["PENDING", "PENDING_BYTES"])
 def test_errors_are_kept_and_what_waits_is_bounded(limit: str, monkeypatch: pytest.MonkeyPatch):
     case = Traffic()
-    bound = 1 if limit == "PENDING" else 2 * 8 * case.loop.executor.costs.kv_bytes
+    bound = 1 if limit == "PENDING" else BUCKETS.least * case.loop.executor.costs.kv_bytes
     monkeypatch.setattr(traffic, limit, bound)
     case.former = PatchFormer(case.watched.backbone, case.store, 8)
     case.loop.executor.observers[:] = [case.former]
@@ -237,8 +237,8 @@ def test_a_mean_is_over_the_histories_that_share_the_nearest_chunk():
     place.append("c5", service=Service("restored", stored=stored["mean"], likeness="mean"))
     assert distance(read(place, "c5"), {name: np.mean([rows[name] for rows in kv], axis=0) for name in kv[0]}) <= 1e-6
     assert distance(read(place, "c5"), kv[0]) > 1e-3
-    # Of two prefills, padded to twice their rows, there is room for the first alone.
-    nbytes = 3 * sum(rows.nbytes for rows in kv[0].values())
+    # Of two prefills, padded to four times their rows, there is room for the first alone.
+    nbytes = 6 * sum(rows.nbytes for rows in kv[0].values())
     assert stored_by(MemoryStore(), "c0", "c1", "c2", nbytes=nbytes)[1].done.prefills == 1
     # One history has no mean.
     assert "mean" not in find(place, prefills_of(place, store), "c1")
