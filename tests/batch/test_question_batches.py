@@ -23,7 +23,7 @@ from tests.shared.window_oracle import Watched, span_of, tiny
 
 @pytest.fixture(scope="module")
 def backbone() -> Any:
-    return tiny("mrope", None)
+    return tiny("mrope")
 
 
 @pytest.fixture(scope="module")

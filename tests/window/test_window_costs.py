@@ -141,7 +141,7 @@ def test_asking_with_the_last_prefill_equals_asking_separately(name: str):
 def test_nothing_compiles_after_the_tenth_step(name: str):
     """Of a session that sees images of four sizes (of two buckets), asks, brings back by patches, and forks."""
     backbone, store = worded(backbone_of(name)), PatchesAlone(MemoryStore())
-    with kvp.Session(backbone, store, keep=3, lead=0, rank=4, reuse="patched", audit=0, pages=64) as session:
+    with kvp.Session(backbone, store, keep=3, lead=0, rank=4, reuse="patched", audit=0) as session:
 
         def step(number: int) -> None:
             height, width = ((56, 70), (84, 140), (42, 126), (98, 98))[number % 4]

@@ -139,7 +139,7 @@ def test_a_snapshot_of_another_pool_is_refused():
 class Failing:
     """A loop of four chunks, and a change of its window: one leaves, two rotate, two come in."""
 
-    def __init__(self, shared: bool, pages: int = 48):
+    def __init__(self, shared: bool, pages: int = 64):
         self.watched = Watched(backbone_of("gqa"))
         self.loop = Loop("gqa", pages, self.watched.backbone)
         self.loop.append("c0", "c1", "c2", "c3")
@@ -260,7 +260,7 @@ def test_a_pool_that_is_lost_comes_back(monkeypatch: pytest.MonkeyPatch):
 
     executor.renew()
     assert not executor.lost
-    assert executor.slots.free_pages == 48
+    assert executor.slots.free_pages == 64
     with pytest.raises(SessionError, match="every window"):
         executor.run(window)
     loop.run(window.anew())

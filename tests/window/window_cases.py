@@ -47,7 +47,7 @@ def patched(note: PatchNote, stale: bool = False) -> Service:
 class Loop:
     """A loop of one window. Its chunks are c0, c1, …: images if the number is even, where the backbone reads any."""
 
-    def __init__(self, name: str = "gqa", pages: int = 48, backbone: Any = None, lead: int = 1, **options: Any):
+    def __init__(self, name: str = "gqa", pages: int = 64, backbone: Any = None, lead: int = 1, **options: Any):
         self.backbone = backbone_of(name) if backbone is None else backbone
         self.executor = Executor(self.backbone, pages, 8, options.pop("dtype", jnp.float32), **options)
         self.window = Window.empty(self.backbone, lead=lead)
