@@ -26,7 +26,7 @@ from tests.shared.session_cases import (
     worded,
     words,
 )
-from tests.shared.window_oracle import backbone_of
+from tests.shared.window_oracle import BUCKETS, backbone_of
 
 SHOTS = [image_of(number) for number in range(4)]
 HISTORIES = [words(5 + number, 9 + number) for number in range(3)]
@@ -402,7 +402,8 @@ def test_a_retriever_is_asked_between_parts_of_an_answer(backbone, linker, tmp_p
 
 def test_a_chat_is_asked_as_the_checkpoint_was_trained(backbone, tmp_path: Path):
     """Answers are those of one message with these images: exact, for nothing has left."""
-    chatting, images = load(write_chatting("qwen2_5_vl", tmp_path / "chat")), [image_of(0), image_of(1)]
+    chatting = load(write_chatting("qwen2_5_vl", tmp_path / "chat"), buckets=BUCKETS)
+    images = [image_of(0), image_of(1)]
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": "What is this?"}]
     system = {"role": "system", "content": [{"type": "text", "text": "A page"}]}
     prompt = chatting.chat([system, {"role": "user", "content": content}])
