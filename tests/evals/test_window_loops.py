@@ -23,10 +23,9 @@ from evals.loops.mooncake import read_mooncake
 from evals.loops.policies import POLICIES, prompts_of
 from evals.loops.replay import SessionReplay
 from evals.task.contexts import SIZES, latest, sample
-from evals.task.questions import ask
 from evals.trained import MAIN, shipped
 from evals.windows import operations, visits
-from evals.windows.contents import TaskPieces, TaskTail
+from evals.windows.contents import TaskPieces, TextTail
 from evals.windows.operations import OPERATIONS
 from evals.windows.tolerance import MENDED, SUM, History, ReusedChunk, histories, measure_tolerance
 from evals.windows.visits import PIECES, PLACEHOLDER_TOKENS, Visit, counted_work, draw_visits
@@ -37,23 +36,6 @@ from kvpatch_jax.traces import Event, Trace
 # -------------------------------------------------------------------------------------------------------------- windows
 
 COUNT = 4
-
-
-def tiny_images(instance: str) -> TaskPieces:
-    """Loads tiny contexts' images on an instance that ships."""
-    drawing = "documents" if instance.startswith("documents") else "plain"
-    contexts = sample(np.random.default_rng(1), COUNT, SIZES["tiny"], drawing=drawing)
-    return TaskPieces.of(load(shipped(instance), dtype="float32"), contexts, np.arange(COUNT))
-
-
-@pytest.fixture(scope="module")
-def hybrid() -> TaskPieces:
-    return tiny_images("plain/qwen3_5")
-
-
-@pytest.fixture(scope="module")
-def transformer() -> TaskPieces:
-    return tiny_images(MAIN)
 
 
 def letters(history: History) -> str:
@@ -84,15 +66,13 @@ def test_histories_differ_from_the_truth_in_what_their_names_say():
         assert len(histories(count)) == len(set(histories(count).values()))
 
 
-def test_kv_behind_the_true_history_loses_nothing(transformer: TaskPieces):
-    """Two sheets and a page of four cells: patches have all directions, and mend what another history lacks."""
-    images, rng = transformer, np.random.default_rng(1)
-    asked = ask(sample(rng, COUNT, SIZES["tiny"]), rng, {"chain": 6})
-    tail, lead = (
-        TaskTail(images.prefix, asked, np.zeros(6, int)),
-        text_piece(images.backbone, np.full((COUNT, 3), 30), "lead"),
-    )
-    chunk = ReusedChunk(images.backbone, lead, images.sheets, images.page, tail, images.clusters)
+def test_kv_behind_the_true_history_loses_nothing(shipped_instance):
+    """Texts of few tokens: patches have all directions, and mend what another history lacks."""
+    backbone, rng = shipped_instance(MAIN), np.random.default_rng(1)
+    lead, *pieces, page = (text_piece(backbone, rng.integers(6, 150, (COUNT, 6)), name) for name in "abcd")
+    behind = rng.integers(6, 150, (COUNT, 7))
+    tail = TextTail(behind[:, :-1], behind[:, 1:])
+    chunk = ReusedChunk(backbone, lead, tuple(pieces), page, tail, np.arange(COUNT))
     measured = measure_tolerance(chunk, "documents.front=2")
     valid, reference = measured.questions.valid, measured.answers[REFERENCE]
     kl = {arm: answers.divergence_from(reference)[valid].max() for arm, answers in measured.answers.items()}
@@ -125,13 +105,14 @@ def divergences(images: TaskPieces, operation: str) -> Iterator[tuple[str, dict[
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("operation", ["reorder", "slide", "recall"])
-@pytest.mark.parametrize("instance", ["hybrid", "transformer"])
-def test_patches_of_full_rank_give_re_prefill_back(instance: str, operation: str, request: pytest.FixtureRequest):
+@pytest.mark.parametrize("instance", ["plain/qwen3_5", MAIN])
+def test_patches_of_full_rank_give_re_prefill_back(instance: str, operation: str, shipped_instance):
     """Tiny images have fewer tokens than a patch has directions: the context's own patch leaves no difference."""
-    images, settings = request.getfixturevalue(instance), 0
+    contexts = sample(np.random.default_rng(1), COUNT, SIZES["tiny"], drawing=instance.partition("/")[0])
+    images, settings = TaskPieces.of(shipped_instance(instance), contexts, np.arange(COUNT)), 0
     for probe, kl in divergences(images, operation):
         settings += 1
-        assert ("orbit, rows" in kl) == (instance == "hybrid" and operation == "reorder")
+        assert ("orbit, rows" in kl) == (instance != MAIN and operation == "reorder")
         # In a reordered window sheets are canonicals, and behind a turnover they remember what left.
         if operation == "slide" or probe == "recall.turnover=0":
             assert kl["own"].max() < 1e-4 < kl[BLIND].max()
@@ -286,7 +267,7 @@ def test_a_session_computes_what_is_priced():
         for number, passed in enumerate(drawn.rounds)
     ]
     prompts = prompts_of(drawn._replace(rounds=tuple(rounds)), POLICIES["four-rounds"])
-    backbone = load(shipped(MAIN), dtype="float32", buckets=Buckets(64, 1))
+    backbone = load(shipped(MAIN), dtype="float32", buckets=Buckets(256, 1, 32))
     for arm, way in (("remember", Survivors()), ("exact", PrefixCache())):
         replay = SessionReplay(backbone, arm)
         served = [tokens(replay.serve(prompt.pieces)) for prompt in prompts]
