@@ -18,10 +18,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def loaded(checkpoint):
-    """`loaded(family)`: its backbone, with buckets as programs load it."""
-    from kvpatch_jax.models import Buckets, load
+    """`loaded(family)`: its backbone, with buckets."""
+    from kvpatch_jax.models import load
+    from tests.shared.window_oracle import BUCKETS
 
-    return functools.cache(lambda family: load(checkpoint(family), dtype="float32", buckets=Buckets()))
+    return functools.cache(lambda family: load(checkpoint(family), dtype="float32", buckets=BUCKETS))
 
 
 @pytest.fixture(scope="session")
