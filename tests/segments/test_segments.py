@@ -250,6 +250,10 @@ def test_a_rejection_at_the_right_border_is_undone_and_counted(backbone, store):
 def test_an_exact_span_replaces_an_approximate_one(backbone, store):
     other, span = SegmentStore(backbone, REUSED), the_document(store)
     kv, residual = store.read(span.key, 0, len(span.ids))
+    # In its own context one that counts as approximate is tested, and loses nothing.
+    assert other.add(prompt(FIRST), span._replace(generation=1), kv, residual)
+    assert 0 <= max(served(backbone, other, FIRST).decisions[0].kl) < 1e-6
+    other = SegmentStore(backbone, REUSED)
     wrong = {name: value + 1 for name, value in kv.items()}
     assert other.add(prompt(FIRST), span._replace(generation=2), wrong, residual)
     assert not other.add(prompt(FIRST), span._replace(generation=2), kv, residual)
