@@ -374,7 +374,6 @@ def backbone(loaded):
     return loaded("qwen2_5_vl")
 
 
-@pytest.mark.usefixtures("highest_precision")
 def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
     chat, texts = ReusedChat(backbone, approximate=False), []
     for places in ((2, 4), (4, 2)):
