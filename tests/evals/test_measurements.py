@@ -1,6 +1,5 @@
 """A user's data and model are measured as published, at costs that a hand counts, or refused by line and column."""
 
-import io
 import json
 import shutil
 import tarfile
@@ -43,12 +42,6 @@ def unpack(folder: Path) -> Path:
     return folder
 
 
-def png() -> bytes:
-    buffer = io.BytesIO()
-    pytest.importorskip("PIL.Image").new("RGB", (96, 64), "white").save(buffer, "png")
-    return buffer.getvalue()
-
-
 GOOD = {"images": ["ok.png"], "question": "Q", "answer": "A"}
 
 
@@ -60,7 +53,7 @@ def released(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    (tmp_path / "ok.png").write_bytes(png())
+    pytest.importorskip("PIL.Image").new("RGB", (96, 64), "white").save(tmp_path / "ok.png")
     return tmp_path
 
 
@@ -248,7 +241,7 @@ def test_the_reference_is_what_the_chat_template_makes_of_the_message(loaded, pa
 def test_a_first_piece_is_exact_and_a_patch_of_full_rank_mends_the_others(loaded, pages, family, least):
     """Gemma 3 has layers of two kinds, and is sure of its answers. Nothing precedes the first piece."""
     backbone = loaded(family)
-    note = Piece(Text(3 * "Read this."), "note")  # as many tokens as an image has
+    note = Piece(Text("Read this.Read this.Read."), "note")  # filled up to as many tokens as an image
     reader = asked(backbone, [*pages[:2], note], "plain", answers=())
     blind, patched = answer(reader, "blind"), answer(reader, "patch.rank=32")
     assert patched["agrees"]
@@ -271,14 +264,14 @@ def test_a_first_piece_is_exact_and_a_patch_of_full_rank_mends_the_others(loaded
         exact = context.line.slices[0]
         np.testing.assert_allclose(value[:, :, exact], context.reference[name][:, :, exact], atol=1e-5)
 
-    costs = serve(reader.context, parse("patch.rank=8"), reader.question)[1]
+    costs = serve(reader.context, parse("patch.rank=32"), reader.question)[1]
     features = [channel.features for channel in backbone.layout.channels]
     factors = numbers = 0
     for place in reader.context.places:
         piece = reader.context.line.pieces[place].size
         size = -(-piece // 8) * 8
         # Nothing precedes the first piece.
-        stored = sum(min(8 * (size + width), size * width) for width in features) if place else 0
+        stored = sum(min(32 * (size + width), size * width) for width in features) if place else 0
         factors, numbers = factors + piece * stored / (size * sum(features)), numbers + piece
     assert costs["stored_bytes"] == pytest.approx(factors / numbers, rel=1e-5)
     assert costs["canonical_bytes"] == 1

@@ -5,7 +5,6 @@ import gzip
 import io
 import itertools
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -92,17 +91,6 @@ def test_orders_are_all_up_to_four_and_a_sample_beyond():
     assert not set(orders_of(6, hold_out=drawn[:5])) & set(drawn[:5])
 
 
-def divergences(images: TaskPieces, operation: str) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    """Yields an operation's settings with every arm's KL of each question that counts."""
-    for measured in OPERATIONS[operation](images, np.random.default_rng(1)):
-        valid, reference = measured.questions.valid, measured.answers[REFERENCE]
-        assert valid.any()
-        yield (
-            measured.probe,
-            {arm: answers.divergence_from(reference)[valid] for arm, answers in measured.answers.items()},
-        )
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("operation", ["reorder", "slide", "recall"])
 @pytest.mark.parametrize("instance", ["plain/qwen3_5", MAIN])
@@ -110,8 +98,10 @@ def test_patches_of_full_rank_give_re_prefill_back(instance: str, operation: str
     """Tiny images have fewer tokens than a patch has directions: the context's own patch leaves no difference."""
     contexts = sample(np.random.default_rng(1), COUNT, SIZES["tiny"], drawing=instance.partition("/")[0])
     images, settings = TaskPieces.of(shipped_instance(instance), contexts, np.arange(COUNT)), 0
-    for probe, kl in divergences(images, operation):
-        settings += 1
+    for measured in OPERATIONS[operation](images, np.random.default_rng(1)):
+        settings, probe, valid = settings + 1, measured.probe, measured.questions.valid
+        reference, answers = measured.answers[REFERENCE], measured.answers.items()
+        kl = {arm: read.divergence_from(reference)[valid] for arm, read in answers}
         assert ("orbit, rows" in kl) == (instance != MAIN and operation == "reorder")
         # In a reordered window sheets are canonicals, and behind a turnover they remember what left.
         if operation == "slide" or probe == "recall.turnover=0":
