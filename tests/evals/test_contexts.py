@@ -234,31 +234,23 @@ def test_shipped_directories_are_small_and_disclose_their_training():
 
 # ---------------------------------------------------------------------------------------------------------------- texts
 
-START = "<s>"
 ARMS = ("blind", "infoflow.budget=0.3", "full_reprefill.budget=1")
-
-
-def word_tokenizer(words: list[str]) -> tokenizers.Tokenizer:
-    """Makes a tokenizer of whole words that begins every prompt with a start token."""
-    vocabulary = {word: number for number, word in enumerate([START, *sorted(set(words))])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=START))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{START} $A", special_tokens=[(START, 0)]
-    )
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def backbone() -> ModelBackbone:
-    """A tiny random Llama that knows every word of the facts."""
+    """A tiny random Llama that knows every word of the facts, behind a start token."""
     contexts = [draw(np.random.default_rng(seed), 3) for draw in (draw_facts, draw_two_hops) for seed in range(40)]
     texts = ["text", dataset.INSTRUCTION]
     for context in contexts:
         texts += [context.front, context.chunk]
         texts += [words for _, prompt, answer in context.asked for words in (prompt, answer)]
+    words = ["<s>", *sorted(set(re.findall(r"\w+|[^\w\s]+", " ".join(texts))))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<s>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     model = random_backbone(tiny_config("LlamaForCausalLM"))
-    model.tokenizer = word_tokenizer(re.findall(r"\w+|[^\w\s]+", " ".join(texts)))
+    model.tokenizer = tokenizer
     return model
 
 
