@@ -26,7 +26,7 @@ from evals.trained import MAIN, shipped
 from evals.windows import operations, visits
 from evals.windows.contents import TaskPieces, TextTail
 from evals.windows.operations import OPERATIONS
-from evals.windows.tolerance import MENDED, SUM, History, ReusedChunk, histories, measure_tolerance
+from evals.windows.tolerance import MENDED, SUM, ReusedChunk, histories, measure_tolerance
 from evals.windows.visits import PIECES, PLACEHOLDER_TOKENS, Visit, counted_work, draw_visits
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import Buckets, load
@@ -37,12 +37,9 @@ from kvpatch_jax.traces import Event, Trace
 COUNT = 4
 
 
-def letters(history: History) -> str:
-    """Writes a history as letters: capitals of its own context, small ones of another's."""
-    return "".join("abcdefgh"[piece.place] if piece.other else "ABCDEFGH"[piece.place] for piece in history)
-
-
 def test_histories_differ_from_the_truth_in_what_their_names_say():
+    """Capitals are pieces of its own context, small letters another's."""
+    letters = lambda history: "".join("aAbBcCdD"[2 * piece.place + (not piece.other)] for piece in history)
     behind_four = histories(4)
     assert behind_four[BLIND] is None
     written = {arm: letters(history) for arm, history in behind_four.items() if history is not None}
@@ -195,12 +192,6 @@ def episode(screens: str) -> Episode:
     return Episode("e", shown("system"), shown("goal"), tuple(rounds), shown("gone", 1))
 
 
-def contents(policy: str, screens: str) -> list[list[str]]:
-    """What each prompt shows behind the system text, replies left out."""
-    prompts = [prompt.pieces for prompt in prompts_of(episode(screens), POLICIES[policy])]
-    return [[piece.shown.content for piece in pieces[1:] if "reply" not in piece.id] for pieces in prompts]
-
-
 @pytest.mark.parametrize(
     ("policy", "screens", "shown"),
     [
@@ -215,7 +206,9 @@ def contents(policy: str, screens: str) -> list[list[str]]:
     ],
 )
 def test_a_policy_shows_what_its_agent_shows(policy: str, screens: str, shown: str):
-    assert contents(policy, screens)[-1] == shown.split("|")
+    """Behind the system text, replies left out."""
+    *_, prompt = prompts_of(episode(screens), POLICIES[policy])
+    assert [piece.shown.content for piece in prompt.pieces[1:] if "reply" not in piece.id] == shown.split("|")
 
 
 def test_a_prompt_becomes_another_by_leaving_replacing_and_entering():
