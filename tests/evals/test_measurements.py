@@ -349,19 +349,6 @@ def test_a_loop_that_cannot_be_measured_is_refused(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------ other harnesses
 
 
-def picture(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (28, 28, 3), np.uint8)
-
-
-def conversation(*contents, system: str | None = None) -> list[dict]:
-    entries = [
-        {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": content}
-        for content in contents
-    ]
-    lead = [] if system is None else [{"role": "system", "content": system}]
-    return [*lead, {"role": "user", "content": entries}]
-
-
 @pytest.fixture(scope="module")
 def backbone(loaded):
     return loaded("qwen2_5_vl")
@@ -369,8 +356,10 @@ def backbone(loaded):
 
 def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
     chat, texts = ReusedChat(backbone, approximate=False), []
-    for places in ((2, 4), (4, 2)):
-        messages, ids = conversation(*map(picture, places), "hello", system="look"), []
+    images = [np.random.default_rng(seed).integers(0, 256, (28, 28, 3), np.uint8) for seed in (2, 4)]
+    for order in (images, images[::-1]):
+        content = [*({"type": "image", "image": image} for image in order), {"type": "text", "text": "hello"}]
+        messages, ids = [{"role": "system", "content": "look"}, {"role": "user", "content": content}], []
         prompt = backbone.embed(**backbone.chat(messages)).on_host()
         for _ in range(3):
             last = np.array([[prompt.embeddings.shape[1] - 1]])
