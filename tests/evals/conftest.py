@@ -18,24 +18,32 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def loaded(checkpoint):
-    """`loaded(family)`: its backbone, with buckets as programs load it."""
-    from kvpatch_jax.models import Buckets, load
+    """`loaded(family)`: its backbone, with buckets."""
+    from kvpatch_jax.models import load
+    from tests.shared.window_oracle import BUCKETS
 
-    return functools.cache(lambda family: load(checkpoint(family), dtype="float32", buckets=Buckets()))
+    return functools.cache(lambda family: load(checkpoint(family), dtype="float32", buckets=BUCKETS))
 
 
 @pytest.fixture(scope="session")
-def task_batch():
-    """`task_batch(name)`: a shipped instance before eight contexts."""
-    from evals.task.dataset import ALIKE, DOCUMENTS, PLAIN
+def shipped_instance():
+    """`shipped_instance(name)`: a trained model of the task, with its words."""
     from evals.trained import shipped
     from kvpatch_jax.models import load
+
+    return functools.cache(lambda name: load(shipped(name), dtype="float32"))
+
+
+@pytest.fixture(scope="session")
+def task_batch(shipped_instance):
+    """`task_batch(name)`: a shipped instance before eight contexts."""
+    from evals.task.dataset import ALIKE, DOCUMENTS, PLAIN
 
     @functools.cache
     def make(name):
         dataset = PLAIN if name.startswith("plain") else DOCUMENTS
         # Multi-head latent attention was trained on documents that all look alike.
         probe = ALIKE if "kimi_vl" in name else "4"
-        return dataset.batch(load(shipped(name), dtype="float32"), probe, 0, CONTEXTS, SEED)
+        return dataset.batch(shipped_instance(name), probe, 0, CONTEXTS, SEED)
 
     return make

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 from safetensors.numpy import load_file
 
 from evals.bench.shapes import tiny_config
@@ -32,10 +31,10 @@ from evals.task.trainer import Trainer
 from evals.task.training import draw_batch
 from evals.task.vocabulary import CODE_NAMES, UNIT_NAMES, VALUE_NAMES, make_tokenizer, vocabulary
 from evals.texts import corpus, dataset, infoflow
-from evals.texts.dataset import FACTS, PASSAGES, TWO_HOPS, draw_facts, draw_two_hops
+from evals.texts.dataset import PASSAGES, TWO_HOPS, draw_facts, draw_two_hops
 from evals.texts.infoflow import INFOFLOW, PromptContext, SpanAnswers, fixed_parts, passage_parts
-from evals.texts.splices import start_tokens
-from evals.trained import shipped, shipped_names
+from evals.texts.splices import TextBatch, start_tokens
+from evals.trained import MAIN, shipped, shipped_names
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.models.random_weights import random_backbone
@@ -124,22 +123,16 @@ def test_a_prefix_is_what_the_family_makes_of_the_images(name: str):
     np.testing.assert_array_equal(prepared["position_ids"][0], positions[0])
 
 
-def fresh(name: str) -> ModelBackbone:
-    """A small backbone with drawn parameters."""
-    config, images = instance(name)
-    return ModelBackbone(config, nnx.to_pure_dict(nnx.state(config.family.module(config, nnx.Rngs(0)))), images)
-
-
-def test_rows_of_questions_read_what_packed_questions_do():
+def test_rows_of_questions_read_what_packed_questions_do(shipped_instance):
     """A whole patch gives back re-prefill though all moved; a row per question answers as the packed ones."""
-    rng, backbone = np.random.default_rng(2), fresh("qwen2_5_vl")
+    rng, backbone = np.random.default_rng(2), shipped_instance(MAIN)
     contexts = sample(rng, 2, SIZES["tiny"])
     batch = TaskBatch(backbone, contexts, ask(contexts, rng, {"page": 1, "chain": 2, "list": 1}))
     conditioned = place(backbone.layout, batch.prefix, (*batch.alone[:-1], batch.conditioned[-1]), 37)
     for channel, value in batch.reference.items():
         np.testing.assert_array_equal(conditioned[channel][:, :, batch.prefix.page], value[:, :, batch.prefix.page])
     packed, asked = batch.read(batch.reference), batch.asked()
-    rows = {channel: np.repeat(value, 4, axis=1) for channel, value in batch.reference.items()}
+    rows = {channel: np.repeat(np.asarray(value), 4, axis=1) for channel, value in batch.reference.items()}
     single = batch.read_asked(parse("blind").repair(backbone, asked.replace(cache=rows)))
     np.testing.assert_allclose(single.log_probabilities, packed.log_probabilities, atol=1e-4)
     assert asked.question is not None
@@ -147,13 +140,12 @@ def test_rows_of_questions_read_what_packed_questions_do():
     assert float(packed.divergence_from(packed).max()) == 0
 
 
-def test_batches_are_numbered_and_settings_are_fitted_on_none_that_is_measured():
+def test_batches_are_numbered_and_settings_are_fitted_on_none_that_is_measured(shipped_instance):
     """The same number is the same batch; a model without the task's words is refused by name."""
-    backbone = fresh("qwen2_5_vl")
     with pytest.raises(InputError, match="words"):
-        DOCUMENTS.batch(backbone, "4", 0, 1, 0)
-    backbone.tokenizer = make_tokenizer(vocabulary().names)
-    first, again, other = (DOCUMENTS.batch(backbone, "4", number, 2, 0) for number in (1, 1, 2))
+        DOCUMENTS.batch(ModelBackbone(instance("qwen2_5_vl")[0], {}), "tiny", 0, 1, 0)
+    backbone = shipped_instance(MAIN)
+    first, again, other = (DOCUMENTS.batch(backbone, "tiny", number, 2, 0) for number in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, first.splice.cache, again.splice.cache)
     assert not set(first.clusters) & set(other.clusters)
     assert (first.contexts.page_item != other.contexts.page_item).any()
@@ -242,31 +234,23 @@ def test_shipped_directories_are_small_and_disclose_their_training():
 
 # ---------------------------------------------------------------------------------------------------------------- texts
 
-START = "<s>"
-ARMS = ("blind", "infoflow.budget=0.3", "cacheblend.budget=0.3", "first_k.budget=0.3", "full_reprefill.budget=1")
-
-
-def word_tokenizer(words: list[str]) -> tokenizers.Tokenizer:
-    """Makes a tokenizer of whole words that begins every prompt with a start token."""
-    vocabulary = {word: number for number, word in enumerate([START, *sorted(set(words))])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=START))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{START} $A", special_tokens=[(START, 0)]
-    )
-    return tokenizer
+ARMS = ("blind", "infoflow.budget=0.3", "full_reprefill.budget=1")
 
 
 @pytest.fixture(scope="module")
 def backbone() -> ModelBackbone:
-    """A tiny random Llama that knows every word of the facts."""
+    """A tiny random Llama that knows every word of the facts, behind a start token."""
     contexts = [draw(np.random.default_rng(seed), 3) for draw in (draw_facts, draw_two_hops) for seed in range(40)]
     texts = ["text", dataset.INSTRUCTION]
     for context in contexts:
         texts += [context.front, context.chunk]
         texts += [words for _, prompt, answer in context.asked for words in (prompt, answer)]
+    words = ["<s>", *sorted(set(re.findall(r"\w+|[^\w\s]+", " ".join(texts))))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<s>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     model = random_backbone(tiny_config("LlamaForCausalLM"))
-    model.tokenizer = word_tokenizer(re.findall(r"\w+|[^\w\s]+", " ".join(texts)))
+    model.tokenizer = tokenizer
     return model
 
 
@@ -317,31 +301,30 @@ def test_answers_stand_in_the_documents_that_are_asked_about():
         assert key not in prompt
 
 
-@pytest.mark.parametrize(
-    ("facts", "probe"), [pytest.param(FACTS, "pairs", marks=pytest.mark.nightly), (TWO_HOPS, "keys")]
-)
-def test_a_patch_of_full_rank_answers_as_a_reprefill_and_blind_reuse_does_not(backbone, facts, probe):
-    batch = facts.batch(backbone, probe, 0, 3, seed=1)
-    expected, blind = batch.read(batch.reference), batch.read(batch.splice.cache)
-    patch = batch.read(parse("patch.rank=30").repair(backbone, batch.splice).cache)
+@pytest.fixture(scope="module")
+def hops(backbone) -> TextBatch:
+    return TWO_HOPS.batch(backbone, "keys", 0, 3, seed=1)
+
+
+def test_a_patch_of_full_rank_answers_as_a_reprefill_and_blind_reuse_does_not(backbone, hops):
+    expected, blind = hops.read(hops.reference), hops.read(hops.splice.cache)
+    patch = hops.read(parse("patch.rank=30").repair(backbone, hops.splice).cache)
     lost = blind.divergence_from(expected)
     assert patch.divergence_from(expected).max() < 1e-5 < 1e-3 < lost.max()
     # KL as float64 has it.
     p, q = (np.exp(np.asarray(answers.log_probabilities, np.float64)) for answers in (expected, blind))
     np.testing.assert_allclose(lost, (p * np.log(p / q)).sum(-1), rtol=1e-3, atol=1e-7)
     assert np.array_equal(blind.predicted, q.argmax(-1))
-    assert batch.questions.answer.shape == lost.shape
+    assert hops.questions.answer.shape == lost.shape
 
 
-def test_a_chunk_is_prefilled_behind_the_lead_alone(backbone):
-    batch = FACTS.batch(backbone, "triples", 0, 2, seed=1)
-    splice, lead = batch.splice, len(start_tokens(backbone)) + len(backbone.ids(dataset.INSTRUCTION))
-    first = int(splice.slots[0, 0])
+def test_a_chunk_is_prefilled_behind_the_lead_alone(backbone, hops):
+    lead, first = len(start_tokens(backbone)) + len(backbone.ids(dataset.INSTRUCTION)), int(hops.splice.slots[0, 0])
     assert start_tokens(backbone).tolist() == [0]
     assert first > lead
     # What precedes the chunk is as re-prefill leaves it; the chunk is not, but for what no other token reaches.
-    for name, value in splice.cache.items():
-        differences = np.abs(np.asarray(value - batch.reference[name]))
+    for name, value in hops.splice.cache.items():
+        differences = np.abs(np.asarray(value) - np.asarray(hops.reference[name]))
         assert differences[:, :, :first].max() == 0
         assert differences[1:, :, first:].max() > 1e-3
         assert differences[0, :, first:].max() < 1e-4
@@ -350,13 +333,11 @@ def test_a_chunk_is_prefilled_behind_the_lead_alone(backbone):
 def test_passages_stand_behind_the_text_before_them_or_another_documents(backbone, documents):
     batch = PASSAGES.batch(backbone, "mixed", 5, 4, seed=0)  # the second document of the second domain
     ids, other = (documents["code"][place].ids for place in (1, 2))
-    fronts = [other[:12], ids[:12], other[:12], ids[24:36]]
-    for row, front in enumerate(fronts):
-        tokens = backbone.embed(np.concatenate([start_tokens(backbone), front, ids[row * 12 : row * 12 + 12]])[None])
-        kv = backbone.prefill(tokens).kv
-        assert batch.splice.recorded is not None
-        for name, value in kv.items():
-            np.testing.assert_allclose(batch.splice.recorded[name][:, row], value[:, 0, 13:], atol=1e-4)
+    fronts, start = [other[:12], ids[:12], other[:12], ids[24:36]], start_tokens(backbone)
+    rows = np.stack([[*start, *front, *ids[row * 12 : row * 12 + 12]] for row, front in enumerate(fronts)])
+    assert batch.splice.recorded is not None
+    for name, value in backbone.prefill(backbone.embed(rows)).kv.items():
+        np.testing.assert_allclose(batch.splice.recorded[name], np.asarray(value)[:, :, 13:], atol=1e-4)
     assert batch.prompts[2, 0].tolist() == ids[36:40].tolist()
     assert batch.questions.answer[2].tolist() == ids[37:41].tolist()
     # The document ends with the last token that is read.
@@ -387,13 +368,18 @@ def test_chunks_are_prefilled_as_if_alone(backbone, context):
 
     splice = infoflow.splice_parts(backbone, context.ids, context.passages, context.asked)
     first, last = context.passages[1]
-    alone = backbone.prefill(backbone.embed(context.ids[None, first:last])).kv
+    alone = np.asarray(backbone.prefill(backbone.embed(np.roll(context.ids, -first)[None])).kv["v"])[
+        :, :, : last - first
+    ]
     # Values have no positions, so those of a chunk are its own wherever it stands.
-    np.testing.assert_allclose(splice.cache["v"][:, :, first:last], alone["v"], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(splice.cache["v"])[:, :, first:last], alone, atol=1e-4)
 
 
 @pytest.mark.parametrize("task", infoflow.TASKS)
-def test_prompts_have_one_size_and_passages_cover_them(task: str):
+def test_prompts_have_one_size_and_passages_cover_them(task: str, monkeypatch):
+    prose = corpus.SOURCES["prose"]
+    monkeypatch.setitem(corpus.SOURCES, "prose", lambda: itertools.islice(prose(), 60))
+
     class Letters:
         """A backbone that reads four letters as one token."""
 

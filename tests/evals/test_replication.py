@@ -80,22 +80,19 @@ def test_bytes_are_those_counted_by_hand_and_published(task_batch):
 
 @pytest.mark.nightly
 def test_a_run_measures_methods_at_the_same_bytes_and_tokens(tmp_path):
-    methods = "re-prefill,blind,patch.bytes=0.15,first_k.budget=0.15,quantised.bytes=0.01"
+    arms = ("re-prefill", "patch.bytes=0.15", "first_k.budget=0.15", "blind")
+    methods = ",".join([*arms, "quantised.bytes=0.01"])
     results = runner.run(read_config("repairs", [f"methods={methods}"]), tmp_path)
     assert results is not None
-    assert results == json.loads((tmp_path / "results.json").read_text())
-    lookup = Lookup(results["rows"])
-
-    def measured(metric: str) -> list[float]:
-        arms = ("re-prefill", "patch.bytes=0.15", "first_k.budget=0.15", "blind")
-        return [lookup.get("documents.4", MAIN, arm, metric).value for arm in arms]
-
-    reference, patch, tokens, blind = measured("kl.chain")
+    lookup, measured = Lookup(results["rows"]), {}
+    for metric in ("kl.chain", "stored_bytes", "serving_flops"):
+        measured[metric] = [lookup.get("documents.4", MAIN, arm, metric).value for arm in arms]
+    reference, patch, tokens, blind = measured["kl.chain"]
     assert 0 == reference < patch < tokens < blind
-    reference, patch, tokens, blind = measured("stored_bytes")
+    reference, patch, tokens, blind = measured["stored_bytes"]
     assert reference == tokens == blind == 0
     assert 0.1 < patch <= 0.15
-    reference, patch, tokens, blind = measured("serving_flops")
+    reference, patch, tokens, blind = measured["serving_flops"]
     assert 0 <= blind <= patch < 0.1 < tokens < 0.2
     assert reference == 1
     (reason,) = results["config"]["unserved"].values()
@@ -166,11 +163,6 @@ def test_a_patch_brings_back_what_blind_reuse_loses(task_batch: Any, name: str):
     assert patched.divergence_from(exact).mean() < 0.2 * blind.divergence_from(exact).mean()
 
 
-def kl(truth: np.ndarray, read: np.ndarray) -> float:
-    """Computes the mean of KL(truth ‖ read) in nats over tokens."""
-    return float((np.exp(truth) * (truth - read)).sum(-1).mean())
-
-
 def second_answers(
     decoder: Decoder, prefix: Any, x: np.ndarray, positions: np.ndarray, asked: Questions, ids: np.ndarray
 ) -> Iterator[np.ndarray]:
@@ -203,14 +195,14 @@ def test_two_implementations_read_the_same_of_images(task_batch: Any):
     tokens, splice = image_tokens(batch.backbone, batch.contexts)[1], batch.splice
     caches = [batch.reference, *(parse(arm).repair(batch.backbone, splice).cache for arm in ARMS[1:])]
     library = [np.asarray(batch.read(cache).log_probabilities, np.float64) for cache in caches]
-    for row in range(2):
-        x, positions = (np.asarray(value[row]) for value in (tokens.embeddings, tokens.positions))
-        ids = batch.packed.ids[row]
-        second = second_answers(decoder, batch.prefix, x.astype(np.float64), positions, batch.packed, ids)
-        for arm, expected, answers in zip(ARMS, second, library, strict=True):
-            # Between codes of few bits the rounding of a forward decides.
-            most = 1e-4 if "bits" in arm or "int4" in arm else 1e-7
-            assert abs(kl(expected, answers[row])) < most, arm
+    # Of one context, not the first.
+    x, positions = (np.asarray(value)[1] for value in (tokens.embeddings, tokens.positions))
+    ids = batch.packed.ids[1]
+    second = second_answers(decoder, batch.prefix, x.astype(np.float64), positions, batch.packed, ids)
+    for arm, expected, answers in zip(ARMS, second, library, strict=True):
+        # Between codes of few bits the rounding of a forward decides.
+        most = 1e-4 if "bits" in arm or "int4" in arm else 1e-7
+        assert abs((np.exp(expected) * (expected - answers[1])).sum(-1).mean()) < most, arm
 
 
 @pytest.mark.nightly

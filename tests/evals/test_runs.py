@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = {"model": "toy", "seed": 3}
 
 
-def measured(number: int, seconds: float = 0.0) -> list[dict[str, float]]:
-    time.sleep(seconds)
+def measured(number: int) -> list[dict[str, float]]:
     return [{"line": line, "value": number * 0.1 + line} for line in range(2)]
 
 

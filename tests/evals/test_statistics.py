@@ -19,11 +19,12 @@ from evals.certify.windows import Window, WindowSet, lead_ids
 from evals.harness import intervals, metrics
 from evals.harness.frame import measured_row
 from evals.harness.intervals import Interval
-from evals.harness.lines import Contents, Question
+from evals.harness.lines import RUN, Contents, Question
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.plan import Certificate
+from tests.shared.window_oracle import BUCKETS
 
 # ------------------------------------------------------------------------------------------------ intervals and metrics
 
@@ -144,7 +145,7 @@ def test_means_over_seeds_need_every_seed():
 
 @pytest.fixture(scope="module")
 def backbone() -> ModelBackbone:
-    return load(shipped(MAIN), dtype="float32")
+    return load(shipped(MAIN), dtype="float32", buckets=BUCKETS)
 
 
 def brute_force_bound(values: np.ndarray, cluster: np.ndarray, level: float) -> float:
@@ -241,6 +242,8 @@ def test_the_recommended_rank_is_the_smallest_that_suffices_at_every_size(kl, go
 
 
 CHUNKS, WINDOWS = 5, 2
+SIZE = 32
+"""Tokens that prompts are filled up to, those behind which see all else: a bucket, as the measured ones are."""
 FEW = ModeSet((64,), (3, CHUNKS), frozenset(OPTIONAL_POINTS))
 ALL = ModeSet((2, 64), (3, CHUNKS))
 
@@ -252,7 +255,7 @@ class Histories:
         self.backbone, rng = backbone, np.random.default_rng(4)
         draw = lambda size: rng.integers(6, 150, (WINDOWS, size)).astype(np.int32)
         self.pieces, self.older = ([draw(size) for _ in range(CHUNKS)] for size in (5, 4))
-        self.questions = [(draw(3), (2,)), (draw(2), (0, 1))]
+        self.questions = [(draw(3), (2,)), (draw(3), (0, 1))]
 
     def windows(self) -> WindowSet:
         values, windows = {}, []
@@ -272,17 +275,18 @@ class Histories:
 
     def last_of(self, history: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Phase-free KV of the last piece of a prompt, prefilled with others behind it, which it does not see."""
-        ids = np.concatenate([*history, *self.pieces], axis=1)[:, : self.lead.shape[1] + 5 * CHUNKS]
-        kv = self.backbone.prefill(self.backbone.embed(ids, self.positions(0, ids.shape[1]))).kv
-        end = sum(part.shape[1] for part in history)
-        return {name: np.asarray(value)[:, :, end - history[-1].shape[1] : end] for name, value in kv.items()}
+        ids = np.concatenate([*history, *self.pieces], axis=1)[:, :SIZE]
+        ids = np.pad(ids, [(0, 0), (0, SIZE - ids.shape[1])])
+        places, end = self.positions(0, SIZE)[:1], sum(part.shape[1] for part in history)
+        kv = [self.backbone.prefill(self.backbone.embed(row[None], places), chunk=RUN).kv for row in ids]
+        rows = {name: np.concatenate([np.asarray(part[name]) for part in kv], axis=1) for name in kv[0]}
+        return {name: value[:, :, end - history[-1].shape[1] : end] for name, value in rows.items()}
 
-    def behind(self, context: Mapping[str, Any], first: int, ids: np.ndarray, logits: Any = "last") -> Any:
+    def behind(self, context: Mapping[str, Any], first: int, ids: np.ndarray) -> Any:
         """Runs tokens behind phase-free KV that fills the positions in front."""
         placed = kvp.to_engine(self.backbone.layout, dict(context), self.positions(0, first), 0)
-        return self.backbone.prefill(
-            self.backbone.embed(ids, self.positions(first, ids.shape[1])), placed, logits=logits
-        )
+        tokens = self.backbone.embed(ids, self.positions(first, ids.shape[1]))
+        return self.backbone.prefill(tokens, placed, logits="all")
 
     def promised(self) -> list[dict[str, np.ndarray]]:
         history = [self.lead, *self.pieces]
@@ -295,8 +299,7 @@ class Histories:
             logits = []
             for parts in (self.promised(), served):
                 window = {name: np.concatenate([part[name] for part in parts], axis=2) for name in parts[0]}
-                at = np.broadcast_to(np.array(places, np.int32), (WINDOWS, len(places)))
-                output = np.asarray(self.behind(window, window["k"].shape[2], ids, at).logits, np.float64)
+                output = np.asarray(self.behind(window, window["k"].shape[2], ids).logits, np.float64)[:, places]
                 logits.append(output - np.log(np.exp(output).sum(-1, keepdims=True)))
             losses.append((np.exp(logits[0]) * (logits[0] - logits[1])).sum(-1).mean())
         return float(np.mean(losses))

@@ -76,7 +76,7 @@ def test_a_store(tmp_path: Path):
     with ChunkStore(tmp_path / "store") as store:
         chunk = chunk_of("gqa")
         store.put(chunk)
-        store.put_patches([kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a"])])
+        store.put_patches([kvp.form_patch(chunk, conditioned_of(chunk), 5, ["a"])])
         assert not raw_errors(store_calls(store))
         with pytest.raises(InputError, match=r"get_patches: got 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
             store.get_patches("id")
@@ -84,7 +84,7 @@ def test_a_store(tmp_path: Path):
 
 def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
     chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a"])
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 5, ["a"])
     library, dynamic = stores.StaticLibrary(store, quota="1 MB"), stores.DynamicLibrary(store)
     named = {"id": chunk.id, "backbone": chunk.backbone}
     served = {"orbit": False, "base": "canonical", "base_antecedent": None}
@@ -126,12 +126,13 @@ def test_a_session(backbone):
     options |= {"backbone": backbone, "pages": 8, "kl": 0.05, "memory": 0, "around": ("", ""), "chat": False}
     several = {"backbone": backbone, "pages": 8, "page_size": 16, "dtype": None, "batch": 1}
     assert not raw_errors({"Session": (Session, options), "Sessions": (Sessions, several)})
-    with Session(backbone, keep=2, pages=64, memory="1 MiB") as session:
+    with Session(backbone, keep=2, memory="1 MiB") as session:
         assert session.config.memory == 1 << 20
         session.add([1, 2])
-        asked = {"question": [3], "steps": 1, "stop": None, "temperature": 0.0, "top_p": 1.0, "top_k": None, "look": 1}
+        asked = {"question": [3, 4], "steps": 1, "temperature": 0.0, "top_p": 1.0, "top_k": None, "stop": None}
         # A number here makes an answer, and programs for it.
-        assert not raw_errors({"ask": (session.ask, asked)}, [x for x in WRONG if x not in (5, 1.5, (1, 2), None)])
+        calls = {"ask": (session.ask, asked | {"look": 1})}
+        assert not raw_errors(calls, [x for x in WRONG if x not in (5, 1.5, (1, 2), None)])
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -141,17 +142,17 @@ def fields_of(value: Any) -> dict[str, Any]:
 def test_an_operator(backbone):
     chunk = chunk_of("gqa")
     kv, layout = conditioned_of(chunk), chunk.layout
-    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(chunk, None, 3)
+    patch, placed = kvp.form_patch(chunk, kv, 5, ["a"]), kvp.apply_patch(chunk, None, 3)
     served = {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None}
-    served_by = {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}
+    served_by = {"chunk": chunk, "conditioned": kv, "rank": 5, "antecedent": ["a"]}
     calls = {
-        "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
-        "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
+        "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1, 2]], "encoder": None, "lead": None}),
+        "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1, 2]]], "lead": None}),
         "form_patch": (kvp.form_patch, served_by),
         "apply_patch": (kvp.apply_patch, served),
         "Placed": (kvp.Placed, served),
         "accumulate": (kvp.accumulate, {"acc": None, "conditioned": kv, "chunk": chunk, "antecedent": ["a"]}),
-        "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk, ["a"]), "rank": 4}),
+        "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk, ["a"]), "rank": 5}),
         "removal_patch": (kvp.removal_patch, {**served_by, "target": chunk.kv, "base_antecedent": ["b"]}),
         "correction_patch": (kvp.correction_patch, {**served_by, "patch": patch}),
         "update_patch": (kvp.update_patch, {"patch": patch, "correction": patch}),

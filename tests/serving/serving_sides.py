@@ -13,6 +13,7 @@ from kvpatch_jax.serving.vllm.messages import StepCommands
 from kvpatch_jax.serving.vllm.scheduler_side import SchedulerSide
 from kvpatch_jax.serving.vllm.worker_side import WorkerSide
 from tests.shared.arrays import placed
+from tests.shared.operator_cases import turned
 
 TOKENS = list(range(100, 130))
 LAYOUT = kvp.KVLayout.gqa(2, 1, 64, kvp.Rope(1e4, 64, angles="float32"))
@@ -68,9 +69,8 @@ def true_kv(tokens):
     rows = np.stack(draws, axis=2).astype(np.float32)
     prefix = np.cumsum(rows, axis=2) - rows
     prefix[:, 0] = 0
-    free = dict(zip("kv", rows + 0.05 * prefix, strict=True))
-    positions = np.arange(len(tokens), dtype=np.float32)
-    return {name: np.asarray(value) for name, value in kvp.to_engine(LAYOUT, free, positions, 0).items()}
+    keys, values = rows + 0.05 * prefix
+    return {"k": turned(LAYOUT.rope, keys, np.arange(len(tokens))).astype(np.float32), "v": values}
 
 
 def rows_of_kv(kv):

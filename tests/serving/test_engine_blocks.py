@@ -15,7 +15,6 @@ from serving_sides import LAYOUT, PAGE, TOKENS, report_of, rows_of_kv, served, s
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import identity
-from kvpatch_jax.core import EngineKV
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, PromptSegment, segments_of
 from kvpatch_jax.serving.vllm.engine import UNSUPPORTED_SIZES, check_groups, check_model, check_parallel, layout_of
@@ -25,6 +24,7 @@ from kvpatch_jax.store import PatchKey
 from kvpatch_jax.store.memory import memory_of
 from tests.shared.arrays import placed
 from tests.shared.certificates import certificate
+from tests.shared.operator_cases import turned
 
 BOTH = {"segments": [8, 18]}
 BOTH_PATCHED = {**BOTH, "reuse": "patched"}
@@ -261,9 +261,7 @@ def assert_page(answer, index, pages, place):
     """Asserts that a page of an answer has the rows that a prefill of these pages left at a place, rotated to here."""
     begin, source = (len(LEAD) + SIZE * number for number in (index, place))
     kv = {name: value[:, source : source + SIZE] for name, value in true_kv(tokens_of(pages)).items()}
-    local = np.arange(SIZE, dtype=np.float32)
-    free = kvp.to_phase_free(LAYOUT, EngineKV(kv), local, source)
-    expected = rows_of_kv(kvp.to_engine(LAYOUT, dict(free), local, begin))
+    expected = rows_of_kv(kv | {"k": turned(LAYOUT.rope, kv["k"], np.full(SIZE, begin - source))})
     np.testing.assert_allclose(answer.loaded[:, begin : begin + SIZE], expected, rtol=3e-4, atol=3e-4)
 
 
