@@ -27,6 +27,15 @@ class Golden(NamedTuple):
         return self.arrays["input_ids"][None]
 
 
+@pytest.fixture(scope="module")
+def highest_precision() -> Any:
+    """As for all tests, and for what fixtures of the module compute: a program of another precision is another one."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def tiny_clip() -> None:
     """Makes the goldens' CLIP one of those that Phi-3-vision's configuration can name: it has names and no sizes."""
