@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from kvpatch_jax.models.families.family import feature_arrays, placeholders
 from tests.goldens.load import golden_arrays, golden_prompt, write_checkpoint
 from tests.goldens.table import FAMILIES
 
 REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
+
+
+def blank_features(backbone: Any, input_ids: np.ndarray) -> np.ndarray:
+    """Zeros for a prompt's placeholders, so that no tower runs."""
+    pads = int(np.isin(input_ids, placeholders(backbone.config)).sum())
+    return np.zeros((feature_arrays(backbone.config), pads, backbone.config.text.width), np.float32)
 
 
 class Golden(NamedTuple):

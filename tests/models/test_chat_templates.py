@@ -10,10 +10,10 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import Template
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import Buckets, load, save
-from kvpatch_jax.models.families.family import feature_arrays, placeholders
 from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate
 from kvpatch_jax.models.inputs.texts import TextEncoder
 from tests.goldens.load import GOLDENS, golden_chat, write_chatting, write_checkpoint
+from tests.models.conftest import blank_features
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())
 FAMILIES = [name for name, gold in GOLD["families"].items() if "special_tokens" in gold]
@@ -55,8 +55,7 @@ def test_two_images_in_a_conversation_equal_transformers(loaded, family):
     prompt = backbone.chat(messages())
     assert prompt["input_ids"][0].tolist() == gold["input_ids"]
     places = prompt.pop("position_ids")
-    pads = np.isin(prompt["input_ids"], placeholders(backbone.config)).sum()
-    features = np.zeros((feature_arrays(backbone.config), pads, backbone.config.text.width), np.float32)
+    features = blank_features(backbone, prompt["input_ids"])
     np.testing.assert_array_equal(backbone.embed(**prompt, features=features).positions, places)
 
 

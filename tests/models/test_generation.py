@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpatch_jax.answers import Draws
 from kvpatch_jax.backbone import joined_tokens
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, NotFiniteError
 from kvpatch_jax.models import Buckets, Sampling, TextPiece, load, pad_rows
 from kvpatch_jax.models.decoder import stacks
 from kvpatch_jax.models.decoding import BLOCK, TextPieces
@@ -20,6 +20,7 @@ from kvpatch_jax.models.decoding.sampling import REFUSED, choose, choose_rows, d
 from kvpatch_jax.models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
 from tests.goldens.load import write_checkpoint
 from tests.goldens.table import FAMILIES
+from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
 from tests.shared.tolerances import assert_close_to_largest
 
@@ -69,6 +70,13 @@ def test_greedy_tokens_are_those_of_one_prefill(backbone, tokens):
     greedy = backbone.generate(tokens, STEPS, stop=())
     out = backbone.prefill(backbone.embed(np.concatenate([IDS, greedy[:, :-1]], axis=1)), logits="all")
     assert np.array_equal(np.argmax(out.logits, axis=-1)[:, T - 1 :], greedy)
+
+
+def test_prompts_whose_logits_are_no_numbers_are_refused(backbone, tokens):
+    spoilt = np.array(tokens.embeddings)
+    spoilt[1, 2] = np.nan
+    with pytest.raises(NotFiniteError, match=r"row 1: got logits of token 0 .*expected"):
+        backbone.generate(tokens._replace(embeddings=placed(spoilt)), STEPS, stop=())
 
 
 def test_rows_end_at_stop_tokens(backbone, tokens, answers, monkeypatch):

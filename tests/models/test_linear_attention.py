@@ -204,6 +204,7 @@ def test_steps_and_answers_equal_prefill(backbone, tokens, full):
         step = backbone.decode(tokens.take(place, place + 2), cache, np.array([[place, place + 1]]), logits="all")
         close(step.logits, full.logits[:, place : place + 2], f"logits from {place}")
         cache = step.cache
+    assert type(cache) is EngineKV
     close_kv(transition_of(step.cache), transition_of(full.kv), "decoded")
     close(step.cache["k"], engine(backbone, full, tokens)["k"], "keys")
 

@@ -19,7 +19,6 @@ from tests.goldens.load import (
     drawn_inputs,
     golden_arrays,
     golden_chat,
-    golden_config,
     golden_images,
     golden_prompt,
     write_chatting,
@@ -27,6 +26,7 @@ from tests.goldens.load import (
 )
 from tests.goldens.redraw import bits, draw_frames
 from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
+from tests.models.conftest import blank_features
 from tests.models.glm_settings import GLM_FRAMES, KINDS, SETTINGS, VIDEO_FILE, glm_settings
 from tests.shared.tolerances import assert_close_to_largest
 
@@ -41,12 +41,10 @@ def test_positions_equal_transformers(tiny, loaded, family):
     """Of mixtures whose towers do not run: features are given in their place. By transformers' rule for videos."""
     plain = loaded(family, video_rule="hf5") if family == "qwen2_5_vl" else tiny(family)
     backbone = plain.with_buckets(BUCKETS)
-    layers = len(golden_config(family)["vision_config"].get("deepstack_visual_indexes", ()))
     for case in FAMILIES[family].positions:
         arrays = golden_arrays(family, case)
         ids, expected = arrays.pop("input_ids").astype(np.int32)[None], arrays.pop("position_ids")
-        pads = int(np.isin(ids, (IMAGE, VIDEO, AUDIO)).sum())
-        features = np.zeros((1 + layers, pads, backbone.config.text.width), np.float32)
+        features = blank_features(backbone, ids)
         positions = backbone.embed(ids, features=features, **drawn_inputs(family, case), **arrays).positions[0]
         assert np.array_equal(positions, expected), case
 
