@@ -306,7 +306,6 @@ def test_a_batch(backbone, oracle, seen, tmp_path):
     assert (report.answered, report.failed) == (len(texts), 0)
     for text in texts:
         assert sum(holds(ids, oracle(text)) for ids in seen) >= 2  # in front, and as the question
-    assert not any(backbone.tokenizer.token_to_id(name) in ids for name in CONTROLS for ids in seen)
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Unigram"])

@@ -177,12 +177,13 @@ def close_kv(kv, expected, name):
 
 
 @pytest.mark.parametrize(
-    ("cut", "chunk"), [(84, 5), *(pytest.param(cut, None, marks=pytest.mark.nightly) for cut in (70, 2))]
+    ("cut", "chunk"), [(84, 5), *(pytest.param(*row, marks=pytest.mark.nightly) for row in ((70, None), (2, 40)))]
 )
 def test_two_prefills_equal_one(backbone, tokens, full, cut, chunk):
-    """The second reads state and tail of the first, also where that is shorter than the convolution reads; a chunk that
-    does not fit is padded: no token passes a state twice.
+    """The second, in chunks or padded to a bucket, reads state and tail of the first, also where that is shorter than
+    the convolution reads; a chunk that does not fit is padded: no token passes a state twice.
     """
+    backbone = backbone if chunk else backbone.with_buckets(Buckets(smallest=64))
     before = prefill(backbone, tokens, cut)
     cache = engine(backbone, before, tokens, cut)
     after = backbone.prefill(tokens.take(cut, T), cache, logits="all", chunk=chunk)
@@ -207,25 +208,6 @@ def test_steps_and_answers_equal_prefill(backbone, tokens, full):
     assert type(cache) is EngineKV
     close_kv(transition_of(step.cache), transition_of(full.kv), "decoded")
     close(step.cache["k"], engine(backbone, full, tokens)["k"], "keys")
-
-
-@pytest.mark.nightly
-def test_stretches_equal_one_piece(backbone, tokens, full):
-    out = backbone.prefill(tokens, logits="all", chunk=40)
-    close(out.logits, full.logits, "logits")
-    close_kv(out.kv, full.kv, "stretches")
-
-
-@pytest.mark.nightly
-def test_padding_changes_nothing(backbone, tokens, full):
-    """Of a prompt and of the context in front of it, padded to buckets."""
-    padded = backbone.with_buckets(Buckets(smallest=64))
-    out = padded.prefill(tokens, logits="all")
-    close(out.logits, full.logits, "logits")
-    close_kv(out.kv, full.kv, "buckets")
-    first, second = tokens.take(0, 70), tokens.take(70, T)
-    after = padded.prefill(second, engine(padded, padded.prefill(first), first, 70), logits="all")
-    close(after.logits, full.logits[:, 70:], "logits behind a context")
 
 
 @pytest.mark.nightly
