@@ -5,13 +5,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
+from kvpatch_jax.models import load
+from kvpatch_jax.models.families import phi3_v
+from kvpatch_jax.models.families.family import feature_arrays, placeholders
 from tests.goldens.load import golden_arrays, golden_prompt, write_checkpoint
 from tests.goldens.table import FAMILIES
 
 REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
+
+
+def blank_features(backbone: Any, input_ids: np.ndarray) -> np.ndarray:
+    """Zeros for a prompt's placeholders, so that no tower runs."""
+    pads = int(np.isin(input_ids, placeholders(backbone.config)).sum())
+    return np.zeros((feature_arrays(backbone.config), pads, backbone.config.text.width), np.float32)
 
 
 class Golden(NamedTuple):
@@ -27,11 +37,16 @@ class Golden(NamedTuple):
         return self.arrays["input_ids"][None]
 
 
+@pytest.fixture(scope="module")
+def highest_precision() -> Any:
+    """As for all tests, and for what fixtures of the module compute: a program of another precision is another one."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def tiny_clip() -> None:
     """Makes the goldens' CLIP one of those that Phi-3-vision's configuration can name: it has names and no sizes."""
-    from kvpatch_jax.models.families import phi3_v
-
     sizes = {"depth": 3, "width": 32, "heads": 2, "intermediate": 48, "image": 16, "patch": 4}
     phi3_v.TOWERS["tiny"] = sizes
 
@@ -46,7 +61,6 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 @pytest.fixture(scope="session")
 def tiny(tiny_directory: Callable[[str], Path]) -> Callable[..., Any]:
     """`tiny(family)`: the tiny backbone with transformers' float32 angles (or exact ones), made once."""
-    from kvpatch_jax.models import load
 
     @functools.cache
     def loaded(family: str, angles: Any = "float32") -> Any:

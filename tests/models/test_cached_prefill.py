@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,11 +12,8 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Paged, relocate, to_engine
 from kvpatch_jax.errors import InputError, PoolError
-from kvpatch_jax.models import Buckets, load
-from tests.goldens.load import write_checkpoint
+from kvpatch_jax.models import Buckets
 from tests.goldens.table import FAMILIES
-from tests.models.conftest import REGIMES
-from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
 from tests.shared.tolerances import assert_close_to_largest
 
@@ -45,14 +41,14 @@ def prefilled(golden):
     def run(family):
         cases = FAMILIES[family].cases
         prompt = golden(family, next((name for name in ("mixed", "one_image") if name in cases), "text"))
-        out = prompt.backbone.prefill(prompt.tokens, logits="all")
-        return prompt.backbone, prompt.tokens, out, cached(prompt.backbone, out, prompt.tokens)
+        out = jax.device_get(prompt.backbone.prefill(prompt.tokens, logits="all"))
+        return prompt.backbone, prompt.tokens.on_host(), out, cached(prompt.backbone, out, prompt.tokens)
 
     return run
 
 
 def cached(backbone, out, tokens):
-    return to_engine(backbone.layout, out.kv, tokens.positions, 0)
+    return jax.device_get(to_engine(backbone.layout, out.kv, tokens.positions, 0))
 
 
 def close_kv(kv, expected, name=""):
@@ -66,11 +62,11 @@ def bits(kv):
 
 
 @pytest.mark.parametrize("family", marked([name for name in FAMILIES if name not in LINEAR], "deepseek_v3"))
-def test_moved_kv_is_that_of_the_forward_at_its_new_place(golden, family, tmp_path):
+def test_moved_kv_is_that_of_the_forward_at_its_new_place(golden, tiny, family):
     """Forwards at p and p + δ have the same phase-free KV; keys moved either way are those of the forward there."""
     case = next((name for name in ("mixed", "one_image") if name in FAMILIES[family].cases), "text")
     prompt = golden(family, case)
-    backbone = load(write_checkpoint(family, tmp_path), regime=REGIMES.get(family))  # angles are exact
+    backbone = tiny(family, "exact")
     places = prompt.arrays["position_ids"][None] if FAMILIES[family].first else None
     tokens = backbone.embed(prompt.ids, places, **prompt.inputs)
     out = backbone.prefill(tokens, logits="all")
@@ -96,13 +92,15 @@ def test_moved_kv_is_that_of_the_forward_at_its_new_place(golden, family, tmp_pa
         if delta.dtype == np.int32:
             close_kv(to_engine(backbone.layout, out.kv, tokens.positions, delta), forward, f"to_engine at {delta}")
         turning = backbone.layout.names[1 if backbone.layout.kind == "mla" else 0]
-        assert jnp.abs(forward[turning] - engine[turning]).max() > 1e-3 * jnp.abs(forward[turning]).max()
+        there = np.asarray(forward[turning])
+        assert np.abs(there - engine[turning]).max() > 1e-3 * np.abs(there).max()
 
 
 @pytest.mark.parametrize("family", marked(SOME, "qwen3_window"))
 def test_recompute_writes_each_layers_set_of_tokens_and_no_other_bit(prefilled, family):
     """Of all tokens it is the prefill; another set, or another order of slots, compiles nothing."""
     backbone, tokens, out, engine = prefilled(family)
+    backbone = backbone.with_buckets(Buckets(smallest=64, steps=1, least=64))
     layers, length = backbone.layout.layers, tokens.embeddings.shape[1]
     slots, spoilt = np.arange(length)[None], {name: value + 1 for name, value in engine.items()}
     keep = np.ones((layers, 1, length), bool)
@@ -121,8 +119,8 @@ def test_recompute_writes_each_layers_set_of_tokens_and_no_other_bit(prefilled, 
     assert bits(none) == bits(spoilt)
 
     # What is written sees the cache at the others, as if these had not been run.
-    chosen = jax.tree.map(lambda leaf: placed(np.asarray(leaf)[:, odd]), tokens)
-    alone = backbone.recompute(chosen, spoilt, odd[None], logits="all")
+    chosen = jax.tree.map(lambda leaf: leaf[:, odd], tokens)
+    alone = backbone.recompute(chosen, spoilt, odd[None], keep[:, :, odd], logits="all")
     close(np.asarray(beside.logits)[:, odd], np.asarray(alone.logits), "logits of some")
     close_kv(beside.cache, alone.cache, "some")
     for name, value in engine.items():
@@ -152,7 +150,7 @@ def test_resuming_at_a_layer_is_the_prefill(prefilled, family):
         rows = {name: np.asarray(backbone.layout.rows_of(name, range(layer, layers)), int) for name in out.kv}
         close_kv(resumed.kv, {name: value[rows[name]] for name, value in out.kv.items()}, f"from {layer}")
     if tokens.ahead is None:
-        entering = tokens._replace(embeddings=tapped.hidden[last])
+        entering = tokens._replace(embeddings=np.asarray(tapped.hidden[last]))
         context = {name: value[:, :, :3] for name, value in engine.items()}
         rest = entering.take(3, tokens.embeddings.shape[1])
         after = backbone.prefill(rest, context, start_layer=last, logits="all")
@@ -163,14 +161,15 @@ def test_resuming_at_a_layer_is_the_prefill(prefilled, family):
 def test_steps_over_a_cache_are_the_prefill(prefilled, family):
     backbone, tokens, out, engine = prefilled(family)
     length, cut = tokens.embeddings.shape[1], tokens.embeddings.shape[1] - 3
-    cache, logits = {name: value.at[:, :, cut:].set(0) for name, value in engine.items()}, []
+    before = np.arange(length)[:, None, None] < cut
+    cache, logits = {name: np.where(before, value, 0) for name, value in engine.items()}, []
     for place in range(cut, length):
         with compilations() as compiled:
             step = backbone.decode(tokens.take(place, place + 1), cache, np.array([[place]]))
         assert place == cut or not [name for name in compiled if "recompute" in name]
         cache = step.cache
-        logits.append(step.logits[0, 0])
-    close(np.stack(logits), np.asarray(out.logits)[0, cut:], "logits")
+        logits.append(np.asarray(step.logits)[0, 0])
+    close(np.stack(logits), out.logits[0, cut:], "logits")
     close_kv(cache, engine, "cache")
 
 
@@ -178,22 +177,20 @@ def test_steps_over_a_cache_are_the_prefill(prefilled, family):
 def test_chunks_behind_a_context_are_one_prefill(prefilled, family):
     """For several rows, under a mask too; the last chunk begins inside the one before."""
     backbone, prompt, _, _ = prefilled(family)
-    tokens = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), prompt)
-    tokens = tokens._replace(embeddings=jnp.asarray(np.stack([prompt.embeddings[0], prompt.embeddings[0, ::-1]])))
-    cut = 5
-    seen = np.tri(14, dtype=bool)[None, None] & (np.random.default_rng(0).random((2, 1, 14, 14)) < 0.6)
+    tokens = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), prompt.on_host())
+    tokens.embeddings[1] = tokens.embeddings[1, ::-1]
+    cut, some = 5, np.array([[8, 0, 3, 3], [1, 2, 0, 8]])
+    causal = np.broadcast_to(np.tri(14, dtype=bool), (2, 1, 14, 14))
+    seen = causal & (np.random.default_rng(0).random((2, 1, 14, 14)) < 0.6)
     seen[..., np.arange(14), np.arange(14)] = True
-    for mask in (None, seen):
+    for mask, rows in ((causal, some), (seen, "all")):
         full = backbone.prefill(tokens, mask=mask, logits="all")
-        context = {name: value[:, :, :cut] for name, value in cached(backbone, full, tokens).items()}
-        rest, part = tokens.take(cut, 14), None if mask is None else mask[:, :, cut:]
-        chunks = backbone.prefill(rest, context, part, logits="all", chunk=4)
-        close(chunks.logits, full.logits[:, cut:], "logits")
-        close_kv(chunks.kv, {name: value[:, :, cut:] for name, value in full.kv.items()}, "chunks")
-        if mask is None:
-            rows = np.array([[8, 0, 3, 3], [1, 2, 0, 8]])
-            some = backbone.prefill(rest, context, logits=rows, chunk=4).logits
-            close(some, np.take_along_axis(np.asarray(full.logits), rows[..., None] + cut, 1), "logits of some tokens")
+        context = {name: np.asarray(value)[:, :, :cut] for name, value in cached(backbone, full, tokens).items()}
+        part = None if mask is causal else mask[:, :, cut:]
+        chunks = backbone.prefill(tokens.take(cut, 14), context, part, logits=rows, chunk=4)
+        logits = np.asarray(full.logits)[:, cut:]
+        close(chunks.logits, logits if mask is seen else np.take_along_axis(logits, some[..., None], 1), "logits")
+        close_kv(chunks.kv, {name: np.asarray(value)[:, :, cut:] for name, value in full.kv.items()}, "chunks")
 
 
 # ---------------------------------------------------------------------------------------------------------------- pages
@@ -201,8 +198,8 @@ def test_chunks_behind_a_context_are_one_prefill(prefilled, family):
 
 DEFAULT = "qwen3_window"
 """Grouped heads, layers that slide among layers that do not."""
-KEYS, MORE, TOTAL = 21, 5, 128
-"""Tokens of a context, and behind it; slots of the pool."""
+KEYS, MORE, STEPS, TOTAL = 21, 4, 6, 128
+"""Tokens of a context, behind it, and of an answer; slots of the pool."""
 
 close_paged = functools.partial(assert_close_to_largest, bar=2e-5)
 
@@ -225,23 +222,22 @@ class PagingCase:
 
     def __init__(self, backbone, page_size=8, *, padded=False, seed=0, shared=0):
         rng = np.random.default_rng(seed)
-        ids = rng.integers(3, 290, (2, KEYS + MORE))
-        ids[:, :shared] = ids[0, :shared]
-        self.tokens = backbone.embed(ids)
-        out = backbone.prefill(self.tokens, logits="all")
-        self.logits, self.kv = np.asarray(out.logits)[:, KEYS:], {name: np.asarray(x) for name, x in out.kv.items()}
-        self.engine = kvp.to_engine(backbone.layout, out.kv, self.tokens.positions, 0)
-        self.engine = {name: np.asarray(value) for name, value in self.engine.items()}
+        self.ids = rng.integers(3, 290, (2, 48))  # the last ones are no prompt: a length that others run too
+        self.ids[:, :shared] = self.ids[0, :shared]
+        tokens = backbone.embed(self.ids).on_host()
+        out = jax.device_get(backbone.prefill(tokens, logits="all"))
+        self.logits, self.kv = out.logits[:, KEYS : KEYS + MORE], out.kv
+        self.engine = jax.device_get(kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0))
         self.layout, self.page_size, self.padded = backbone.layout, page_size, padded
-        self.rest = self.tokens.take(KEYS, KEYS + MORE)
-        self.context = {name: jnp.asarray(value[:, :, :KEYS]) for name, value in self.engine.items()}
+        self.rest = tokens.take(KEYS, KEYS + MORE)
+        self.context = {name: value[:, :, :KEYS] for name, value in self.engine.items()}
         places = rng.permutation(TOTAL).astype(np.int32)
         self.slots = np.stack([places[:KEYS], places[KEYS : 2 * KEYS]])
         self.slots[:, :shared] = self.slots[0, :shared]
         self.free = places[2 * KEYS : 2 * KEYS + 2 * MORE].reshape(2, MORE)
 
     def pool(self):
-        pool = kvp.pool.make_pool(self.layout, TOTAL // self.page_size, self.page_size, jnp.float32, padded=self.padded)
+        pool = kvp.pool.make_pool(self.layout, TOTAL // self.page_size, self.page_size, np.float32, padded=self.padded)
         for channel in self.layout.channels:
             flat = np.full((self.layout.layers, TOTAL, *pool[channel.name].shape[3:]), np.nan, np.float32)
             for row, slots in enumerate(self.slots):
@@ -280,32 +276,34 @@ def test_a_prefill_behind_pages_is_one_prefill(backbone, case):
     out = backbone.prefill(case.rest, case.paged(), logits="all")
     close_paged(out.logits, case.logits)
     for name, value in case.kv.items():
-        close_paged(out.kv[name], value[:, :, KEYS:])
+        close_paged(out.kv[name], value[:, :, KEYS : KEYS + MORE])
 
 
 def test_steps_write_into_the_pool_in_place(backbone, case):
-    """Two calls: all tokens but one, and that one; the second reads what the first wrote, in pages it did not have."""
+    """Two calls of half of the tokens: the second reads what the first wrote, in pages it did not have."""
     paged = case.paged(buckets=None)
     before = {name: words(value).copy() for name, value in paged.pool.items()}
-    first = backbone.decode(case.rest.take(0, MORE - 1), paged, case.free[:, :-1], logits="all")
+    first = backbone.decode(case.rest.take(0, 2), paged, case.free[:, :2], logits="all")
     assert all(value.is_deleted() for value in paged.pool.values())
-    second = backbone.decode(case.rest.take(MORE - 1, MORE), first.cache, case.free[:, -1:])
+    second = backbone.decode(case.rest.take(2, MORE), first.cache, case.free[:, 2:], logits="all")
     close_paged(np.concatenate([first.logits, second.logits], axis=1), case.logits)
     written = case.at(second.cache.pool, case.free)
     others = np.setdiff1d(np.arange(TOTAL), case.free)
     for name, value in second.cache.pool.items():
-        close_paged(written[name], case.engine[name][:, :, KEYS:])
+        close_paged(written[name], case.engine[name][:, :, KEYS : KEYS + MORE])
         flat = words(value).reshape(value.shape[0], TOTAL, -1)
         assert (flat[:, others] == before[name].reshape(flat.shape)[:, others]).all()
     with pytest.raises(PoolError, match="donated"):
         backbone.prefill(case.rest, paged)
 
 
-def test_generating_behind_pages_equals_generating_behind_the_prompt(backbone, case):
-    expected = backbone.generate(case.tokens, 6, stop=())
-    paged = case.paged()
-    assert np.array_equal(backbone.generate(case.rest, 6, paged, stop=()), expected)
-    assert [piece.ids.tolist() for piece in backbone.stream(case.rest, 6, paged, stop=())] == expected.T.tolist()
+def test_answers_behind_pages_are_those_of_one_prefill(backbone, case):
+    paged, end = case.paged(), KEYS + MORE
+    answer = backbone.generate(case.rest, STEPS, paged, stop=())
+    whole = np.concatenate([case.ids[:, :end], answer, case.ids[:, end + STEPS :]], axis=1)
+    greedy = np.argmax(backbone.prefill(backbone.embed(whole).on_host(), logits="all").logits, axis=-1)
+    assert np.array_equal(answer, greedy[:, end - 1 : end - 1 + STEPS])
+    assert [piece.ids.tolist() for piece in backbone.stream(case.rest, STEPS, paged, stop=())] == answer.T.tolist()
     assert not any(value.is_deleted() for value in paged.pool.values())
 
 
@@ -330,16 +328,17 @@ def test_recomputing_in_pages_equals_a_contiguous_cache(backbone, case):
 def test_other_tables_slots_and_contents_compile_nothing(tiny):
     backbone = tiny(DEFAULT)
     case = PagingCase(backbone)
-    backbone.prefill(case.rest, case.paged())
-    backbone.decode(case.rest, case.paged(), case.free)
-    other = PagingCase(backbone, seed=2)
+    run = lambda case, paged, start: (
+        backbone.prefill(case.rest.shift(start), paged, logits="all"),
+        backbone.decode(case.rest.take(0, 2), paged, case.free[:, :2], logits="all"),
+    )
+    run(case, case.paged(), 0)
+    other = PagingCase(backbone, seed=8)
     # Fewer keys, and as many pages of the bucket.
     shorter = Paged.of(other.pool(), [other.slots[0], other.slots[1, 7:]])
     assert shorter.table.shape == case.paged().table.shape
-    rest = other.rest.shift(9)
     with compilations() as compiled:
-        backbone.prefill(rest, shorter)
-        backbone.decode(other.rest, shorter, other.free)
+        run(other, shorter, 9)
     assert not compiled
 
 

@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 
 from kvpatch_jax.answers import Draws
 from kvpatch_jax.backbone import joined_tokens
-from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.models import Sampling, TextPiece, load, pad_rows
+from kvpatch_jax.errors import ConfigError, NotFiniteError
+from kvpatch_jax.models import Buckets, Sampling, TextPiece, load, pad_rows
 from kvpatch_jax.models.decoder import stacks
 from kvpatch_jax.models.decoding import BLOCK, TextPieces
 from kvpatch_jax.models.decoding.sampling import REFUSED, choose, choose_rows, draw_of, kept
 from kvpatch_jax.models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
 from tests.goldens.load import write_checkpoint
 from tests.goldens.table import FAMILIES
+from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
+from tests.shared.tolerances import assert_close_to_largest
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 T, STEPS = 8, BLOCK + 9
 IDS = np.random.default_rng(3).integers(3, 290, (2, T))
@@ -68,6 +72,13 @@ def test_greedy_tokens_are_those_of_one_prefill(backbone, tokens):
     assert np.array_equal(np.argmax(out.logits, axis=-1)[:, T - 1 :], greedy)
 
 
+def test_prompts_whose_logits_are_no_numbers_are_refused(backbone, tokens):
+    spoilt = np.array(tokens.embeddings)
+    spoilt[1, 2] = np.nan
+    with pytest.raises(NotFiniteError, match=r"row 1: got logits of token 0 .*expected"):
+        backbone.generate(tokens._replace(embeddings=placed(spoilt)), STEPS, stop=())
+
+
 def test_rows_end_at_stop_tokens(backbone, tokens, answers, monkeypatch):
     first = int(answers[0, 4])
     second = next(int(token) for token in answers[1] if token not in answers[0])  # the second row's alone
@@ -90,7 +101,7 @@ def test_rows_end_at_stop_tokens(backbone, tokens, answers, monkeypatch):
 def test_rows_of_unequal_lengths_answer_as_alone(golden, family):
     """Padded rows in one batch, and a prompt in parts: the tokens of transformers."""
     prompts = [golden(family, case) for case in FAMILIES[family].cases if case in ("text", "one_image")]
-    backbone, steps = prompts[0].backbone, 3
+    backbone, steps = prompts[0].backbone.with_buckets(Buckets(smallest=128, steps=1, least=32)), 3
     expected = [prompt.arrays["generated"][:steps].tolist() for prompt in prompts]
     tokens = [prompt.tokens for prompt in prompts]
     short = tokens[0].take(0, tokens[0].embeddings.shape[1] - 4)
@@ -98,22 +109,22 @@ def test_rows_of_unequal_lengths_answer_as_alone(golden, family):
     generated = np.asarray(backbone.generate(rows, steps, lengths=lengths, stop=()))
     counts = [len(answer) for answer in expected]
     assert [row[:count].tolist() for row, count in zip(generated, counts, strict=False)] == expected
-    assert np.array_equal(generated[-1], backbone.generate(short, steps, stop=())[0])
+    # As many rows, which are the same prompt, run the same program.
+    alone = lambda prompt: jax.tree.map(lambda leaf: np.repeat(leaf, len(lengths), axis=0), prompt.on_host())
+    assert np.array_equal(generated[-1], backbone.generate(alone(short), steps, stop=())[0])
 
-    first = tokens[0]
-    joined = joined_tokens([first.take(0, 4), first.take(4, first.embeddings.shape[1])])
-    assert backbone.generate(joined, steps, stop=())[0, : counts[0]].tolist() == expected[0]
+    joined = joined_tokens([tokens[0].take(0, 4), tokens[0].take(4, tokens[0].embeddings.shape[1])])
+    assert backbone.generate(alone(joined), steps, stop=())[0, : counts[0]].tolist() == expected[0]
 
 
 @pytest.mark.parametrize("family", ["llama2", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
-def test_kernels_read_in_their_stacks_give_what_scanned_ones_do(family, tiny, tmp_path, monkeypatch):
-    """As steps of few tokens on a CPU read them, in blocks of some rows."""
-    plain, tokens = tiny(family), tiny(family).embed(np.arange(3, 3 + 2 * T).reshape(2, T))
-    scanned = plain.generate(tokens, 6, stop=(), **WARM)
+def test_kernels_read_in_their_stacks_give_what_scanned_ones_do(family, golden, tmp_path, monkeypatch):
+    """As forwards of few tokens on a CPU read them, in blocks of some rows: the logits of transformers."""
+    _, arrays, _, tokens = golden(family, "text")
     monkeypatch.setattr(stacks, "KERNEL_BYTES", 0)
     monkeypatch.setattr(stacks, "BLOCK_BYTES", 2**10)
-    inside = load(write_checkpoint(family, tmp_path), angles="float32")
-    assert np.array_equal(inside.generate(tokens, 6, stop=(), **WARM), scanned)
+    logits = load(write_checkpoint(family, tmp_path), angles="float32").prefill(tokens, logits="all").logits
+    assert_close_to_largest(np.asarray(logits)[0, arrays["rows"]], arrays["logits"], bar=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------- text

@@ -21,6 +21,7 @@ HEADS, KEY, VALUE = 2, 8, 6
 ROWS, LENGTH = 2, 150
 """Two blocks and some of a third."""
 FAMILY, T = "qwen3_5", 90
+IDS = ((np.arange(T)[None] * 37 + 11) % 290 + 3).astype(np.int32)
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -152,16 +153,22 @@ def backbone(tiny):
 @pytest.fixture(scope="module")
 def tokens(backbone):
     """More than a block of the rule, and no multiple of one."""
-    return backbone.embed(((np.arange(T)[None] * 37 + 11) % 290 + 3).astype(np.int32))
+    return backbone.embed(IDS).on_host()
 
 
 @pytest.fixture(scope="module")
 def full(backbone, tokens):
-    return backbone.prefill(tokens, logits="all")
+    return prefill(backbone, tokens)
 
 
-def engine(backbone, out, tokens):
-    return to_engine(backbone.layout, out.kv, np.asarray(tokens.positions), 0)
+def prefill(backbone, tokens, length=T):
+    """Of so many of the tokens: all numbers run one program."""
+    return jax.device_get(backbone.prefill(tokens, logits="all", lengths=np.array([length])))
+
+
+def engine(backbone, out, tokens, length=T):
+    cache = jax.device_get(to_engine(backbone.layout, out.kv, tokens.positions, 0))
+    return EngineKV({name: value if name in PARTS else value[:, :, :length] for name, value in cache.items()})
 
 
 def close_kv(kv, expected, name):
@@ -169,50 +176,38 @@ def close_kv(kv, expected, name):
         close(kv[part], value, f"{name}: {part}")
 
 
-@pytest.mark.parametrize("cut", [84, *(pytest.param(cut, marks=pytest.mark.nightly) for cut in (70, 2))])
-def test_two_prefills_equal_one(backbone, tokens, full, cut):
-    """The second reads state and tail of the first, also where that is shorter than the convolution reads."""
-    first, second = tokens.take(0, cut), tokens.take(cut, T)
-    before = backbone.prefill(first)
-    after = backbone.prefill(second, engine(backbone, before, first), logits="all")
+@pytest.mark.parametrize(
+    ("cut", "chunk"), [(84, 5), *(pytest.param(*row, marks=pytest.mark.nightly) for row in ((70, None), (2, 40)))]
+)
+def test_two_prefills_equal_one(backbone, tokens, full, cut, chunk):
+    """The second, in chunks or padded to a bucket, reads state and tail of the first, also where that is shorter than
+    the convolution reads; a chunk that does not fit is padded: no token passes a state twice.
+    """
+    backbone = backbone if chunk else backbone.with_buckets(Buckets(smallest=64))
+    before = prefill(backbone, tokens, cut)
+    cache = engine(backbone, before, tokens, cut)
+    after = backbone.prefill(tokens.take(cut, T), cache, logits="all", chunk=chunk)
     close(after.logits, full.logits[:, cut:], "logits")
-    composed = compose(transition_of(before.kv), transition_of(after.kv), T - cut)
+    composed = jax.jit(compose)(transition_of(before.kv), transition_of(after.kv), T - cut)
     close_kv(composed, transition_of(full.kv), "composed")
 
 
-def test_decoding_equals_prefill(backbone, tokens, full):
+def test_steps_and_answers_equal_prefill(backbone, tokens, full):
     """The cache comes back with the transition of all its tokens, the map too."""
-    first = tokens.take(0, 84)
-    room = ((0, 0), (0, 0), (0, 6), (0, 0), (0, 0))
-    cache = engine(backbone, backbone.prefill(first), first)
-    cache = EngineKV({name: value if name in PARTS else jnp.pad(value, room) for name, value in cache.items()})
-    for place in range(84, 88):
-        step = backbone.decode(tokens.take(place, place + 1), cache, np.array([[place]]))
-        close(step.logits[:, 0], full.logits[:, place], f"logits {place}")
+    cache = engine(backbone, prefill(backbone, tokens, 84), tokens, 84)
+    answer = backbone.generate(tokens.take(84, 86), 4, cache, stop=())
+    whole = backbone.embed(np.concatenate([IDS[:, :86], answer], axis=1)).on_host()
+    assert np.array_equal(answer, np.argmax(prefill(backbone, whole).logits, axis=-1)[:, 85:89])
+
+    room = ((0, 0), (0, 0), (0, T - 84), (0, 0), (0, 0))
+    cache = EngineKV({name: value if name in PARTS else np.pad(value, room) for name, value in cache.items()})
+    for place in range(84, T, 2):
+        step = backbone.decode(tokens.take(place, place + 2), cache, np.array([[place, place + 1]]), logits="all")
+        close(step.logits, full.logits[:, place : place + 2], f"logits from {place}")
         cache = step.cache
-    step = backbone.decode(tokens.take(88, T), cache, np.array([[88, 89]]), logits="all")
-    close(step.logits, full.logits[:, 88:], "logits of two")
+    assert type(cache) is EngineKV
     close_kv(transition_of(step.cache), transition_of(full.kv), "decoded")
     close(step.cache["k"], engine(backbone, full, tokens)["k"], "keys")
-
-
-def test_stretches_equal_one_piece(backbone, tokens, full):
-    """A chunk that does not fit is padded: no token passes a state twice."""
-    out = backbone.prefill(tokens, logits="all", chunk=40)
-    close(out.logits, full.logits, "logits")
-    close_kv(out.kv, full.kv, "stretches")
-
-
-@pytest.mark.nightly
-def test_padding_changes_nothing(backbone, tokens, full):
-    """Of a prompt and of the context in front of it, padded to buckets."""
-    padded = backbone.with_buckets(Buckets(smallest=64))
-    out = padded.prefill(tokens, logits="all")
-    close(out.logits, full.logits, "logits")
-    close_kv(out.kv, full.kv, "buckets")
-    first, second = tokens.take(0, 70), tokens.take(70, T)
-    after = padded.prefill(second, engine(padded, padded.prefill(first), first), logits="all")
-    close(after.logits, full.logits[:, 70:], "logits behind a context")
 
 
 @pytest.mark.nightly

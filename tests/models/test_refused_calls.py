@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, NotFiniteError, ShapeError
+from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, ShapeError
 from kvpatch_jax.models import Sampling, load, pad_rows
 from kvpatch_jax.models.decoding.sampling import draw_of
 from tests.goldens.load import golden_arrays, golden_prompt
@@ -77,17 +76,14 @@ def test_calls(backbone, tokens, cache, call, options, error, message):
     assert not compiled
 
 
-def test_logits_that_are_no_numbers_and_prompts_of_nothing(backbone, tokens):
-    spoilt = np.array(tokens.embeddings)
-    spoilt[0, 2] = np.nan
-    with pytest.raises(NotFiniteError, match=r"row 0: got logits of token 0 .*expected"):
-        backbone.generate(tokens._replace(embeddings=placed(spoilt)), 3, stop=())
+def test_prompts_of_nothing(backbone, tokens):
+    narrow = placed(np.asarray(tokens.embeddings)[..., :3])
     with pytest.raises(InputError, match="no prompts; expected"):
         pad_rows([])
     with pytest.raises(ShapeError, match="expected"):
-        pad_rows([tokens, tokens._replace(embeddings=placed(spoilt[..., :3]))])
+        pad_rows([tokens, tokens._replace(embeddings=narrow)])
     assert backbone.generate(tokens, 0).shape == (1, 0)
-    for empty in (tokens.take(0, 0), tokens._replace(embeddings=placed(spoilt[:0]), positions=tokens.positions[:0])):
+    for empty in (tokens.take(0, 0), jax.tree.map(lambda leaf: leaf[:0], tokens.on_host())):
         for call in (backbone.prefill, lambda none: backbone.generate(none, 3), lambda none: backbone.stream(none, 3)):
             with pytest.raises(ShapeError, match="expected at least one row and one token"):
                 call(empty)
@@ -141,7 +137,7 @@ def tokens_of(qwen, rows: int = 1, start: int = 0, length: int = T) -> Tokens:
 def prefilled(qwen):
     tokens = tokens_of(qwen)
     out = qwen.prefill(tokens)
-    return tokens, out, kvp.to_engine(qwen.layout, out.kv, tokens.positions, 0)
+    return tokens.on_host(), out, jax.device_get(kvp.to_engine(qwen.layout, out.kv, tokens.positions, 0))
 
 
 def refused(error: type[KVPatchError], message: str, *calls: Callable[[], Any]) -> None:
@@ -151,7 +147,7 @@ def refused(error: type[KVPatchError], message: str, *calls: Callable[[], Any]) 
 
 
 def test_phase_free_kv_is_refused_as_a_context(qwen, prefilled):
-    tokens, out, engine = prefilled
+    tokens, out, _ = prefilled
     rest, step, slots = tokens.shift(T), tokens.take(0, 1).shift(T), np.array([[2]])
     for kv in (out.kv, jax.jit(lambda kv: kv)(out.kv), kvp.core.to_local(qwen.layout, out.kv, tokens.positions)):
         refused(
@@ -162,11 +158,10 @@ def test_phase_free_kv_is_refused_as_a_context(qwen, prefilled):
             lambda kv=kv: qwen.decode(step, kv, slots),
             lambda kv=kv: qwen.recompute(step, kv, slots),
         )
-    assert type(qwen.decode(step, engine, slots).cache) is type(engine)
 
 
 def test_engine_frame_kv_is_refused_where_phase_free_belongs(qwen, prefilled):
-    layout, chunk = qwen.layout, kvp.make_chunk(qwen, [[3, 1, 4, 1, 5]], "B")
+    layout, chunk = qwen.layout, kvp.make_chunk(qwen, [[3, 1, 4, 1, 5] * 2], "B")
     placed = kvp.apply_patch(chunk, None, 3)
     for kv in (placed, jax.vmap(lambda kv: kv)(placed), kvp.core.to_local(layout, chunk.kv, chunk.local)):
         refused(
@@ -190,7 +185,7 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(qwen, prefilled):
 
 def test_a_question_that_was_not_moved_is_refused_unless_the_mask_hides_what_is_in_front(qwen, prefilled):
     tokens, _, engine = prefilled
-    two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), engine)
+    two = jax.tree.map(lambda value: np.repeat(value, 2, axis=1), engine)
     rows, moved = tokens_of(qwen, 2), tokens_of(qwen, 2, T)
     for question, context in ((tokens, engine), (rows, two)):
         refused(

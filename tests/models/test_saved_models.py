@@ -37,7 +37,8 @@ def test_a_saved_model_is_the_one_that_was_read(tiny, family, tmp_path):
     assert again.config.text == backbone.config.text
     assert again.layout == backbone.layout
     assert again.fingerprint == backbone.fingerprint
-    half = load(save(again, tmp_path / "half", dtype="bfloat16"), regime=REGIMES.get(family))
+    host = again.replaced(jax.device_get(again.parameters))  # where no shape compiles a program
+    half = load(save(host, tmp_path / "half", dtype="bfloat16"), regime=REGIMES.get(family))
     assert half.fingerprint != again.fingerprint
     for path, leaf in flatten_params(half.parameters).items():
         assert leaf.dtype == ("float32" if path[-1] in WIDE else "bfloat16"), path

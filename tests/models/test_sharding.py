@@ -29,6 +29,7 @@ from tests.goldens.load import golden_config, write_checkpoint
 from tests.models.mesh_cases import SMALL, check, sequence
 from tests.shared.arrays import placed
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
 LAST = P(None, None, None, "tensor")  # of a cache: over its KV heads
 
 
@@ -139,7 +140,6 @@ def test_eight_devices_give_one_devices_numbers(tier, tmp_path):
 # ----------------------------------------------------------------------------------------------- chunks prefilled apart
 
 
-@pytest.mark.usefixtures("highest_precision")
 def test_chunks_of_one_device_answer_as_its_joined_caches():
     check(random_backbone(SMALL), 2, (10, 10, 10, 10), jax.devices()[:1])
 

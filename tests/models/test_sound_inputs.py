@@ -15,8 +15,9 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import FAMILIES, load
 from kvpatch_jax.models.inputs.processors import Settings
 from kvpatch_jax.models.inputs.sounds import log_mel, read_sound, resampled, whisper_settings
-from tests.goldens.load import GOLDENS, golden_arrays, golden_chat, golden_images, write_chatting
+from tests.goldens.load import GOLDENS, golden_arrays, golden_chat, golden_images, golden_prompt, write_chatting
 from tests.goldens.redraw import draw_frames, draw_waves, standard_values
+from tests.models.conftest import blank_features
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -138,21 +139,21 @@ def test_sounds_that_have_no_features_are_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 
-def test_prompts_that_do_not_fit_are_refused(golden):
-    backbone, _, inputs, _ = given = golden("qwen3_omni", "mixed")
-    joint, sounds = golden("qwen3_omni", "video_with_audio"), np.flatnonzero(given.ids[0] == 305)
+def test_prompts_that_do_not_fit_are_refused(tiny):
+    backbone = tiny("qwen3_omni")
+    inputs, joint = (golden_prompt(backbone, "qwen3_omni", case) for case in ("mixed", "video_with_audio"))
+    prompt, late = inputs.pop("input_ids"), joint.pop("input_ids").copy()
     mel = inputs["input_features"]
     silent = {"input_features": mel[:1], "feature_attention_mask": np.zeros((1, 121), np.int32)}
     timeless = {name: value for name, value in inputs.items() if name != "second_per_grid_ts"}
     # A sound behind the video's frames instead of among them.
-    late = joint.ids.copy()
     late[0, np.flatnonzero(late[0] == 305)[0]] = 302
     for ids, arrays, message in (
-        (np.delete(given.ids, sounds[0], axis=1), inputs, "audio placeholders; expected"),
-        (given.ids, inputs | {"input_features": mel[:, :8]}, "expected .sounds, 16, frames"),
-        (given.ids, timeless, "second_per_grid_ts: got 0 values"),
-        (given.ids[:, :2], silent, "expected enough for one token"),
-        (late, joint.inputs, "placeholders"),
+        (np.delete(prompt, np.flatnonzero(prompt[0] == 305)[0], axis=1), inputs, "audio placeholders; expected"),
+        (prompt, inputs | {"input_features": mel[:, :8]}, "expected .sounds, 16, frames"),
+        (prompt, timeless | {"features": blank_features(backbone, prompt)}, "second_per_grid_ts: got 0 values"),
+        (prompt[:, :2], silent, "expected enough for one token"),
+        (late, joint | {"features": blank_features(backbone, late)}, "placeholders"),
     ):
         with pytest.raises(InputError, match=message):
             backbone.embed(ids, **arrays)
