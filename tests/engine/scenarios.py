@@ -27,7 +27,7 @@ from evals.task.drawing import images_of
 from kvpatch_jax.serving.vllm import plan, segments_of, stores
 from kvpatch_jax.serving.vllm.config import RequestOptions
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.store.remote import Remote
+from kvpatch_jax.store.remote import Remote, open_remote
 
 FIRST = [(7 * place + 3) % 250 + 2 for place in range(48)]
 SECOND = [(11 * place + 5) % 250 + 2 for place in range(40)]  # ends in the middle of a block
@@ -250,52 +250,26 @@ def killed(engine: Engine) -> dict[str, Any]:
     raise AssertionError("the process lives; expected it to be killed")
 
 
-class DictionaryClient:
-    """A remote store in memory, as `Remote` calls one. While it `hangs`, each call takes two seconds and fails."""
-
-    errors = temporary = (TimeoutError,)
+class Hanging:
+    """Client of a store in memory. While it `hangs`, each call takes two seconds and fails."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, tuple[bytes, int]] = {}
+        self.client: Any = open_remote("memory://")._client
+        self.errors = self.temporary = (*self.client.errors, TimeoutError)
         self.hangs, self.hung = False, 0
 
-    def _reach(self) -> None:
-        if self.hangs:
-            self.hung += 1
-            time.sleep(2)
-            raise TimeoutError("on purpose")
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if self.hangs:
+                self.hung += 1
+                time.sleep(2)
+                raise TimeoutError("on purpose")
+            return getattr(self.client, call)(*arguments)
 
-    def get(self, name: str) -> tuple[Any, Any]:
-        """Reads an object and its etag."""
-        self._reach()
-        return self.objects.get(name, (None, None))
-
-    def put(self, writes: Any) -> None:
-        """Writes objects."""
-        self._reach()
-        for name, data in writes:
-            self.objects[name] = bytes(data), time.time_ns()
-
-    def swap(self, name: str, data: bytes, etag: Any) -> bool:
-        """Writes an object if the stored one has this etag."""
-        self._reach()
-        is_same = self.objects.get(name, (None, None))[1] == etag
-        if is_same:
-            self.objects[name] = bytes(data), time.time_ns()
-        return is_same
-
-    def names(self, prefix: str) -> list[str]:
-        """Lists names."""
-        self._reach()
-        return [name for name in self.objects if name.startswith(prefix)]
-
-    def delete(self, prefix: str) -> None:
-        """Deletes objects."""
-        for name in self.names(prefix):
-            self.objects.pop(name, None)
+        return ask
 
 
-CLIENT = DictionaryClient()
+CLIENT = Hanging()
 
 
 def fails(engine: Engine) -> dict[str, Any]:
