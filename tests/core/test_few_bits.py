@@ -13,7 +13,8 @@ import kvpatch_jax as kvp
 from kvpatch_jax.core import KVEncoding, PackedArray, pack, packed_bytes, resize, unpack
 from kvpatch_jax.errors import InputError
 from tests.shared.examples import examples
-from tests.shared.operator_cases import LAYOUTS, chunk_of, patch_of
+from tests.shared.operator_cases import LAYOUTS, chunk_of
+from tests.store.store_cases import patch_for
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 UNPACK = jax.jit(unpack, static_argnums=1)
@@ -151,7 +152,7 @@ def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     plain = kvp.cache.decode_chunk(chunk)
     assert chunk.content == plain.content == chunk_of(kind).content
     assert chunk.nbytes < plain.nbytes / 3
-    patch = kvp.quantise(patch_of(chunk), factors)
+    patch = kvp.quantise(patch_for(chunk=chunk), factors)
     for served in (None, patch):
         found, wanted = (dict(kvp.apply_patch(own, served, 1000, ["A"])) for own in (chunk, plain))
         for name in wanted:

@@ -27,9 +27,9 @@ from tests.shared.operator_cases import (
     conditioned_of,
     kv_of,
     local_of,
-    metadata_of,
     placed_in_float64,
 )
+from tests.store.store_cases import patch_for
 
 START = 31
 FULL, LOCAL = Rope(1e4, 8), Rope(30.0, 4, cached="pairs", width=6)
@@ -180,7 +180,7 @@ def test_the_operator_is_its_definition_in_every_layout(name: str, dtype):
 def test_no_patch_is_one_rotation_bit_for_bit(name: str):
     for dtype in (jnp.float32, jnp.bfloat16):
         chunk = chunk_of(name, dtype=dtype, content="given")
-        empty = Patch({}, metadata_of(chunk))
+        empty = Patch({}, patch_for(chunk=chunk).metadata)
         turned = to_engine(chunk.layout, chunk.kv, chunk.local, 20)
         for patch in (None, empty):
             found = apply_patch(chunk, patch, 20, ["A"])

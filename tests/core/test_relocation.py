@@ -22,7 +22,6 @@ from tests.shared.examples import examples
 from tests.shared.operator_cases import LAYOUTS, assert_one_rounding, kv_of, local_of, placed_in_float64, turned
 
 BAR = 2e-6
-nightly = pytest.mark.nightly
 TABLES = jax.jit(rope_tables, static_argnums=0)
 RELOCATION = jax.jit(relocation_tables, static_argnums=0)
 ROPES = {
@@ -89,9 +88,7 @@ def test_cosines_of_far_positions_are_exact_to_float32(name: str):
     assert np.abs(sin - np.sin(angle)).max() < 2e-7
 
 
-@pytest.mark.parametrize(
-    "name", ["gqa", "mha", "blocked", "yarn", *(pytest.param(name, marks=nightly) for name in ("mla", "interleaved"))]
-)
+@pytest.mark.parametrize("name", ["gqa", "mha", "blocked", "yarn"])
 def test_frames_invert_and_relocation_is_the_engine_frame_at_the_new_place(name: str):
     layout = LAYOUTS[name]
     kv, local, old = kv_of(layout, 12), local_of(layout, 12), starts(layout, 999_000)

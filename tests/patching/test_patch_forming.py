@@ -25,9 +25,6 @@ from tests.shared.compilations import compilations
 from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, deficit_of, kv_of, placed_in_float64
 
 A = ("A1", "A2")
-nightly = pytest.mark.nightly
-ONES = ("gqa", "mla", "blocked")
-"""Layouts of unlike channels and positions; ropes are told apart where the operator is tested."""
 
 
 def error(found: dict, expected: dict, length: int | None = None) -> float:
@@ -43,7 +40,7 @@ def with_noise_behind(chunk: kvp.Chunk, conditioned: dict) -> dict:
     return {name: placed(np.where(live, value, 1e3), np.float32) for name, value in conditioned.items()}
 
 
-@pytest.mark.parametrize("name", [*ONES, *(pytest.param(name, marks=nightly) for name in LAYOUTS if name not in ONES)])
+@pytest.mark.parametrize("name", ["gqa", "mla", "blocked"])
 def test_a_deficit_of_low_rank_is_restored_at_every_start(name: str):
     chunk = chunk_of(name)
     conditioned = conditioned_of(chunk)
@@ -241,9 +238,7 @@ def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
     return {name: placed(np.stack([own[name] for own in items], axis=1)) for name in batch.kv}
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("blocked", {}), pytest.param("mla", {}, marks=nightly), ("gqa", {"layers": (1,)})]
-)
+@pytest.mark.parametrize(("name", "options"), [("blocked", {}), ("gqa", {"layers": (1,)})])
 def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
     """At one start, and at one for each."""
     batch = batch_of(name, length=20)

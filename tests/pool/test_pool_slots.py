@@ -26,7 +26,8 @@ from kvpatch_jax.errors import (
 )
 from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
-from tests.shared.operator_cases import LAYOUTS, chunk_of, patch_of
+from tests.shared.operator_cases import LAYOUTS, chunk_of
+from tests.store.store_cases import patch_for
 
 nightly = pytest.mark.nightly
 FORMATS = (
@@ -49,7 +50,7 @@ def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: b
     named = slots[: chunk.length]
     others = np.setdiff1d(np.arange(TOTAL), named)
     before, compiled = pool.read_slots(pool_of(layout, padded=padded), others), []
-    joint, a_layer = patch_of(chunk), patch_of(chunk, layers=(1,))
+    joint, a_layer = patch_for(chunk=chunk), kvp.keep_layers(patch_for(chunk=chunk), (1,))
     for patch, start in ((None, 11), (a_layer, 11), (joint, 11), (joint, 900)):
         there, vectors = kvp.Placed(chunk, patch, start, ("A",)), pool_of(layout, padded=padded)
         with compilations() as programs:
@@ -112,7 +113,7 @@ def test_keys_that_rotate_from_a_source_have_one_rounding(name):
     """However often they move, to the same slots or to others: bit-equal to what is written there at once."""
     chunk = chunk_of(name, dtype=jnp.bfloat16, length=19)
     layout, slots, elsewhere, length = chunk.layout, slots_of(24), slots_of(24, 1), np.int32(19)
-    patch = patch_of(chunk)
+    patch = patch_for(chunk=chunk)
 
     def written(start, slots):
         empty = pool.with_source(layout, pool.make_pool(layout, PAGES, PAGE_SIZE))
@@ -197,7 +198,8 @@ def with_a_source(placed: kvp.Placed, dtype) -> pool.Pools:
 def test_what_is_written_has_the_twins_bits(kind, dtype, place):
     chunk = kvp.encode_chunk(chunk_of(kind, dtype=dtype, length=LENGTH), "k4v6g8")
     coded, decoded = (
-        place(kvp.Placed(twin, patch_of(chunk), 1000, ("A",)), dtype) for twin in (chunk, kvp.cache.decode_chunk(chunk))
+        place(kvp.Placed(twin, patch_for(chunk=chunk), 1000, ("A",)), dtype)
+        for twin in (chunk, kvp.cache.decode_chunk(chunk))
     )
     for value, expected in zip(jax.tree.leaves(coded), jax.tree.leaves(decoded), strict=True):
         assert value.dtype == expected.dtype
@@ -227,7 +229,7 @@ def test_what_is_written_has_the_twins_bits(kind, dtype, place):
 )
 def test_refuses_before_it_writes(unchecked, change, error, words):
     chunk = chunk_of("gqa")
-    patch = patch_of(chunk)
+    patch = patch_for(chunk=chunk)
     settings = {"chunk": chunk, "patch": patch, "start": 4, "antecedent": ("A",)} | change
     vectors, slots = settings.pop("pool", pool_of(chunk.layout)), settings.pop("slots", slots_of(24))
     with pytest.raises(error, match=words):

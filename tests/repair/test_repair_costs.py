@@ -156,26 +156,26 @@ def test_budgets_buy_the_papers_counts_of_tokens_and_bytes_are_shared_over_antec
 
 
 @pytest.mark.parametrize(
-    ("settings", "encoding", "options"),
+    "settings",
     [
-        ({"rank": 4}, None, {}),
-        pytest.param({"rank": 30}, None, {}, marks=pytest.mark.nightly),
-        ({"rank": 4, "dtype": "int4", "encoding": "k4v4g32"}, "k4v4g32", {"dtype": "int4"}),
-        ({"rank": 4, "from_layer": 2}, None, {"layers": slice(2, None)}),
+        {"rank": 4},
+        pytest.param({"rank": 30}, marks=pytest.mark.nightly),
+        {"rank": 4, "dtype": "int4", "encoding": "k4v4g32"},
+        {"rank": 4, "from_layer": 2},
     ],
 )
-def test_a_patch_is_form_patch_and_apply_patch_bit_for_bit(long, settings, encoding, options):
-    backbone, splice, _ = long
-    if "layers" in options:
-        options = {"layers": range(backbone.layout.layers)[options["layers"]]}
+def test_a_patch_is_form_patch_and_apply_patch_bit_for_bit(long, settings):
+    (backbone, splice, _), dtype = long, settings.get("dtype")
+    layers = range(settings.get("from_layer", 0), backbone.layout.layers)
     chunk = canonical_chunk(backbone, splice)
-    chunk = chunk if encoding is None else kvp.encode_chunk(chunk, encoding)
-    patch = kvp.form_patch(chunk, splice.recorded, settings["rank"], ["legend"], method="exact", **options)
+    chunk = kvp.encode_chunk(chunk, settings["encoding"]) if "encoding" in settings else chunk
+    options: Any = {"method": "exact", "dtype": dtype, "layers": layers if layers.start else None}
+    patch = kvp.form_patch(chunk, splice.recorded, settings["rank"], ["legend"], **options)
     repaired = METHODS["patch"](backbone, splice, 1.0, **settings)
     for name, value in kvp.apply_patch(chunk, patch, BEFORE, ["legend"]).items():
         np.testing.assert_array_equal(in_chunk(repaired.cache, LONG)[name], value)
     # Float32 counts as it is served, in 16 bits.
-    assert repaired.bytes.stored == patch.nbytes / ROWS / (1 if "dtype" in options else 2)
+    assert repaired.bytes.stored == patch.nbytes / ROWS / (2 if dtype is None else 1)
 
 
 @pytest.mark.parametrize("base", ["canonical", "mean", "others"])

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import ChunkKey, PatchMetadata, antecedent_of
 from tests.shared.arrays import placed
 
 LAYOUTS = {
@@ -51,23 +50,6 @@ def conditioned_of(chunk: kvp.Chunk, rank: int = 4, seed: int = 9, size: float =
         total = value.astype(np.float32) + (u @ v).reshape(value.shape).astype(np.float32)
         result[channel.name] = placed(total, value.dtype)
     return result
-
-
-def metadata_of(chunk: kvp.Chunk, layers: tuple[int, ...] | None = None) -> PatchMetadata:
-    """Of a patch behind "A"."""
-    return PatchMetadata(ChunkKey.of(chunk), antecedent_of(["A"]), layers or tuple(range(chunk.layout.layers)))
-
-
-def patch_of(chunk: kvp.Chunk, layers: tuple[int, ...] | None = None) -> kvp.Patch:
-    """A patch behind "A", of drawn factors of rank 4 in the chunk's dtype: nothing is formed."""
-    rng, factors, metadata = np.random.default_rng(9), {}, metadata_of(chunk, layers)
-    covered, live = len(metadata.layers), np.arange(chunk.tokens)[:, None] < chunk.length
-    for channel in chunk.layout.channels:
-        u = live * rng.standard_normal((covered, chunk.tokens, 4))
-        v = 0.15 * rng.standard_normal((covered, 4, channel.features))
-        dtype = chunk.kv[channel.name].dtype
-        factors[channel.name] = placed(u, dtype), placed(v, dtype)
-    return kvp.Patch(factors, metadata)
 
 
 def deficit_of(chunk: kvp.Chunk, conditioned: dict) -> dict[str, np.ndarray]:
