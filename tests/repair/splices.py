@@ -65,9 +65,7 @@ def prefilled(backbone: ModelBackbone, tokens: Tokens) -> Output:
     return Output(out.logits, kv, {layer: value[:, :length] for layer, value in out.hidden.items()})
 
 
-def make_splice(
-    backbone: ModelBackbone, seed: int = 0, chunk: int = CHUNK
-) -> tuple[SplicedCache, dict[str, np.ndarray]]:
+def make_splice(backbone: ModelBackbone, seed: int = 0, chunk: int = CHUNK) -> tuple[SplicedCache, dict[str, Any]]:
     """An antecedent, a chunk spliced blind behind it, spare slots, a question; and the cache that a prefill gives."""
     ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))
     everything = text_tokens(backbone, ids)
@@ -82,24 +80,14 @@ def make_splice(
     slots = np.broadcast_to(np.arange(BEFORE, BEFORE + chunk), (ROWS, chunk))
     expected = {name: np.pad(value, room) for name, value in true.items()}
     seen = np.broadcast_to(np.arange(BEFORE + chunk + SPARE) < BEFORE + chunk, (ROWS, BEFORE + chunk + SPARE))
-    splice = SplicedCache(
-        part,
-        cache,
-        placed(slots),
-        front=tokens.take(0, BEFORE),
-        question=question,
-        seen=placed(seen),
-        recorded={name: placed(value[:, :, BEFORE:]) for name, value in whole.items()},
-        hidden=alone.hidden,
-    )
-    return splice, expected
+    recorded = {name: placed(value[:, :, BEFORE:]) for name, value in whole.items()}
+    others: dict[str, Any] = {"front": tokens.take(0, BEFORE), "question": question, "seen": placed(seen)}
+    return SplicedCache(part, cache, placed(slots), recorded=recorded, hidden=alone.hidden, **others), expected
 
 
-def other_antecedents(
-    backbone: ModelBackbone, count: int, seed: int = 0, chunk: int = CHUNK
-) -> tuple[OtherAntecedent, ...]:
-    """The chunk of `make_splice` of this seed behind other antecedents."""
-    ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))[:, : BEFORE + chunk]
+def other_antecedents(backbone: ModelBackbone, count: int, chunk: int = CHUNK) -> tuple[OtherAntecedent, ...]:
+    """The chunk of `make_splice` behind other antecedents."""
+    ids = np.random.default_rng(0).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))[:, : BEFORE + chunk]
     others = []
     for place in range(count):
         front = np.random.default_rng(100 + place).integers(0, 300, (ROWS, BEFORE))
@@ -136,10 +124,10 @@ NEW: tuple[int, ...] = (0, 1, 2, 9, 10, 20, 21, 22, 23)
 """The prompt's tokens of new text."""
 
 
-def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray], Any]:
+def make_prompt(backbone: ModelBackbone) -> tuple[SplicedCache, dict[str, np.ndarray], Any]:
     """A prompt of text, chunk, text, chunk, text; the cache and the last logits that a prefill gives."""
     total = sum(map(abs, PIECES))
-    tokens = text_tokens(backbone, np.random.default_rng(seed).integers(0, 300, (ROWS, total)))
+    tokens = text_tokens(backbone, np.random.default_rng(0).integers(0, 300, (ROWS, total)))
     pieces, first = [], 0
     for length in PIECES:
         part = tokens.take(first, first + abs(length))
@@ -147,11 +135,8 @@ def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, d
         pieces.append(PromptPiece(part, kv))
         first += abs(length)
     out = prefilled(backbone, tokens)
-    return (
-        splice_prompt(backbone, pieces),
-        dict(kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0)),
-        out.logits,
-    )
+    engine = dict(kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0))
+    return splice_prompt(backbone, pieces), engine, out.logits
 
 
 def error(result, expected) -> float:
