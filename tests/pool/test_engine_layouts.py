@@ -95,8 +95,8 @@ def oracle(case, kv, slots=None, pages=None):
 
 def pool_of(case, seed=3):
     kv = kv_of(case.layout, case.total, seed, dtype=case.dtype)
-    pool = {name: value.reshape(value.shape[0], PAGES, case.page_size, *value.shape[2:]) for name, value in kv.items()}
-    return kv, pool
+    paged = lambda value: np.asarray(value).reshape(len(value), PAGES, case.page_size, *value.shape[2:])
+    return kv, {name: placed(paged(value)) for name, value in kv.items()}
 
 
 def pages_of(case, kv):
@@ -122,8 +122,9 @@ def chunk_of(case, tokens=7, length=6):
 def test_pages_are_those_of_the_engine_and_come_back_with_every_bit(case):
     kv, pool = pool_of(case)
     expected = pages_of(case, kv)
-    padded = {name: jnp.pad(value, [(0, 0)] * 4 + [(0, -value.shape[-1] % 128)]) for name, value in pool.items()}
-    dirty = {name: jnp.where(value == 0, jnp.nan, value).astype(case.dtype) for name, value in padded.items()}
+    wide = lambda value: np.pad(numpy_of(value), [(0, 0)] * 4 + [(0, -value.shape[-1] % 128)])
+    padded = {name: placed(wide(value)) for name, value in pool.items()}
+    dirty = {name: placed(np.where(wide(value) == 0, np.nan, wide(value)), case.dtype) for name, value in pool.items()}
     if case.kind == "interleaved":  # with no packed axis
         heads = case.format.to_pages(case.layout, pool)
         assert heads[0].shape == (PAGES, case.page_size, 2 * case.layout.channel("k").heads, expected.shape[-1])
@@ -140,7 +141,7 @@ def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
     kv, _ = pool_of(case)
     chunk, layout = chunk_of(case), case.layout
     slots = np.random.default_rng(5).permutation(case.total)[: chunk.tokens].astype(np.int32)
-    engine = kvp.to_engine(layout, chunk.kv, chunk.local, 5)
+    engine = jax.device_get(kvp.to_engine(layout, chunk.kv, chunk.local, 5))
     for first in (0, 2):
         pages = [placed(layer, case.dtype) for layer in pages_of(case, kv)]
         part = slots.copy()

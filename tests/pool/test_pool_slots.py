@@ -24,8 +24,10 @@ from kvpatch_jax.errors import (
     ShapeError,
     StalePatchError,
 )
+from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of
+from tests.shared.operator_cases import LAYOUTS, chunk_of
+from tests.store.store_cases import patch_for
 
 nightly = pytest.mark.nightly
 FORMATS = (
@@ -43,13 +45,12 @@ formats = pytest.mark.parametrize(("name", "format", "packing"), FORMATS)
 )
 def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: bool):
     chunk = chunk_of(name, length=19)
-    layout, slots, conditioned = chunk.layout, slots_of(chunk.tokens), conditioned_of(chunk)
+    layout, slots = chunk.layout, slots_of(chunk.tokens)
     slots[chunk.length :] = -1
     named = slots[: chunk.length]
     others = np.setdiff1d(np.arange(TOTAL), named)
     before, compiled = pool.read_slots(pool_of(layout, padded=padded), others), []
-    joint = kvp.form_patch(chunk, conditioned, 4, ("A",))
-    a_layer = kvp.form_patch(chunk, conditioned, 3, ("A",), layers=(1,))
+    joint, a_layer = patch_for(chunk=chunk), kvp.keep_layers(patch_for(chunk=chunk), (1,))
     for patch, start in ((None, 11), (a_layer, 11), (joint, 11), (joint, 900)):
         there, vectors = kvp.Placed(chunk, patch, start, ("A",)), pool_of(layout, padded=padded)
         with compilations() as programs:
@@ -57,22 +58,21 @@ def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: b
         compiled.append(len(programs))
         assert all(value.is_deleted() for value in vectors.values())
         expected = there.apply()
-        for channel, value in pool.read_slots(written, named).items():
+        for channel, value in jax.device_get(pool.read_slots(written, named)).items():
             width = layout.channel(channel).width
-            np.testing.assert_allclose(value[..., :width], expected[channel][:, :19], rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(value[..., :width], np.asarray(expected[channel])[:, :19], rtol=1e-6, atol=1e-6)
             assert value.shape[-1] == (128 if padded else width)
             assert not bits(value[..., width:]).any()
         assert same(pool.read_slots(written, others), before)
     assert compiled[-1] == 0  # another start compiles nothing
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_moved_vectors_keep_their_bits(padded: bool):
+def test_moved_vectors_keep_their_bits():
     """Slots may be read and written in one move, and one vector may go to several."""
     layout = LAYOUTS["gqa"]
     old, new = np.array([3, 9, 9, 20, 21]), np.array([9, 40, 3, 21, 5])
-    before = pool.read_slots(pool_of(layout, padded=padded), old)
-    vectors = pool.move_slots(pool_of(layout, padded=padded), old, new)
+    before = pool.read_slots(pool_of(layout), old)
+    vectors = pool.move_slots(pool_of(layout), old, new)
     for name, value in pool.read_slots(vectors, new).items():
         assert (bits(value) == bits(before[name])).all()
 
@@ -113,7 +113,7 @@ def test_keys_that_rotate_from_a_source_have_one_rounding(name):
     """However often they move, to the same slots or to others: bit-equal to what is written there at once."""
     chunk = chunk_of(name, dtype=jnp.bfloat16, length=19)
     layout, slots, elsewhere, length = chunk.layout, slots_of(24), slots_of(24, 1), np.int32(19)
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
+    patch = patch_for(chunk=chunk)
 
     def written(start, slots):
         empty = pool.with_source(layout, pool.make_pool(layout, PAGES, PAGE_SIZE))
@@ -135,7 +135,7 @@ def test_keys_that_rotate_from_a_source_have_one_rounding(name):
 
     # Without a `Pools`: the source is an argument.
     ours = pool.splice(pool.make_pool(layout, PAGES, PAGE_SIZE), slots, kvp.Placed(chunk))
-    source = {channel: value[:, :19] for channel, value in chunk.kv.items()}
+    source = {channel: placed(np.asarray(value)[:, :19]) for channel, value in chunk.kv.items()}
     for start in (3, 900):
         ours = pool.rotate_slots(layout, ours, slots[:19], np.asarray(chunk.local[:19]) + start, source)
     assert same(ours, pool.splice(pool.make_pool(layout, PAGES, PAGE_SIZE), slots, kvp.Placed(chunk, None, 900)))
@@ -151,9 +151,10 @@ def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, format, packing):
     spliced = pool.splice(pool.make_pool(layout, PAGES, PAGE_SIZE), slots, kvp.Placed(chunk, None, 70))
     expected, wrong = format.to_pages(layout, spliced, packing), {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        kv = kvp.to_phase_free(layout, EngineKV({**cached, rotating: cached[rotating].astype(dtype)}), chunk.local, 70)
+        keys = placed(cached[rotating], dtype)
+        kv = kvp.to_phase_free(layout, EngineKV({**cached, rotating: keys}), chunk.local, 70)
         again = kvp.Placed(dataclasses.replace(chunk, kv=kv), None, 70)
-        pages = format.splice([jnp.zeros_like(page) for page in expected], slots, again)
+        pages = format.splice([placed(np.zeros(page.shape), page.dtype) for page in expected], slots, again)
         wrong[dtype] = (bits(np.stack(pages)) != bits(np.stack(expected))).sum()
     assert wrong[jnp.float32] == 0
     assert wrong[jnp.bfloat16] > 20
@@ -196,9 +197,9 @@ def with_a_source(placed: kvp.Placed, dtype) -> pool.Pools:
 )
 def test_what_is_written_has_the_twins_bits(kind, dtype, place):
     chunk = kvp.encode_chunk(chunk_of(kind, dtype=dtype, length=LENGTH), "k4v6g8")
-    formed = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
     coded, decoded = (
-        place(kvp.Placed(twin, formed, 1000, ("A",)), dtype) for twin in (chunk, kvp.cache.decode_chunk(chunk))
+        place(kvp.Placed(twin, patch_for(chunk=chunk), 1000, ("A",)), dtype)
+        for twin in (chunk, kvp.cache.decode_chunk(chunk))
     )
     for value, expected in zip(jax.tree.leaves(coded), jax.tree.leaves(decoded), strict=True):
         assert value.dtype == expected.dtype
@@ -228,7 +229,7 @@ def test_what_is_written_has_the_twins_bits(kind, dtype, place):
 )
 def test_refuses_before_it_writes(unchecked, change, error, words):
     chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
+    patch = patch_for(chunk=chunk)
     settings = {"chunk": chunk, "patch": patch, "start": 4, "antecedent": ("A",)} | change
     vectors, slots = settings.pop("pool", pool_of(chunk.layout)), settings.pop("slots", slots_of(24))
     with pytest.raises(error, match=words):

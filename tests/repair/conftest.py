@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvpatch_jax.models import ModelBackbone
@@ -26,14 +26,14 @@ def kind(request, _highest_precision) -> str:
 
 @pytest.fixture(scope="module")
 def backbone(_highest_precision) -> ModelBackbone:
-    return tiny_backbone()
+    return tiny_backbone("gqa")
 
 
 @pytest.fixture(scope="module")
 def spliced(backbone) -> Any:
     """A splice of a short chunk, its length as an array as chunks with padding have it; and a prefill's cache."""
     splice, expected = make_splice(backbone)
-    return splice.replace(length=jnp.full(ROWS, CHUNK)), expected
+    return splice.replace(length=np.full(ROWS, CHUNK)), expected
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,8 @@ def long(kind) -> Any:
     """A backbone, a splice of a long chunk with two other antecedents, and the cache that a prefill gives."""
     backbone = tiny_backbone(kind)
     splice, expected = make_splice(backbone, chunk=LONG)
-    return backbone, splice.replace(others=other_antecedents(backbone, 2, chunk=LONG)), expected
+    others = other_antecedents(backbone, 2, chunk=LONG)
+    return backbone, splice.replace(others=others, length=np.full(ROWS, LONG)), expected
 
 
 @pytest.fixture(scope="module")

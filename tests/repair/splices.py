@@ -1,22 +1,17 @@
 """Tiny random backbones, and splices of one chunk or of a whole prompt on them."""
 
-import dataclasses
 import functools
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.models import FAMILIES, ModelBackbone, load
-from kvpatch_jax.models.families.family import parameters
-from kvpatch_jax.models.inputs.processors import Settings
+from kvpatch_jax.backbone import Output, Tokens
+from kvpatch_jax.models import Buckets, ModelBackbone, load
+from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.repair import (
     OtherAntecedent,
     PromptPiece,
@@ -25,9 +20,9 @@ from kvpatch_jax.repair import (
     pooled_embedding,
     splice_prompt,
 )
-from tests.goldens.load import write_checkpoint
+from tests.goldens.load import golden_config, merged, write_checkpoint
+from tests.shared.arrays import placed
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
 LONG = 40
 """Tokens of a chunk of several pages."""
@@ -39,85 +34,74 @@ TOKEN_METHODS = (
 STORED_METHODS = ("patch", "quantised", "low_rank", "shadowkv", "block_differences", "cachegen", "gear")
 """Methods that keep a form of the recorded KV within a budget of bytes."""
 
-IMAGES = Settings.of({}, processor="qwen2_vl.Qwen2VL")
+BUCKETS = Buckets(smallest=64, steps=1, least=64)
+"""One size, so that one program runs any number of tokens through some layers."""
 
 
 @functools.cache
-def tiny_backbone(kind: str = "gqa") -> ModelBackbone:
+def tiny_backbone(kind: str) -> ModelBackbone:
     """A random backbone: four layers of grouped-query attention with M-RoPE, or three of latent attention."""
     if kind == "mla":
         with tempfile.TemporaryDirectory() as folder:
-            return load(write_checkpoint("kimi_vl", Path(folder) / "kimi_vl"), dtype="float32")
-
-    config = FAMILIES["Qwen2_5_VLForConditionalGeneration"].config(
-        json.loads((GOLDENS / "qwen2_5_vl" / "config.json").read_text()), "exact"
-    )
-    config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
-    with jax.default_matmul_precision("highest"):
-        return ModelBackbone(config, parameters(config.family.module(config, nnx.Rngs(0))), IMAGES)
+            return load(write_checkpoint("kimi_vl", Path(folder) / "kimi_vl"), dtype="float32", buckets=BUCKETS)
+    text = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
+    return random_backbone(merged(golden_config("qwen2_5_vl"), {"text_config": text})).with_buckets(BUCKETS)
 
 
-def text_tokens(backbone: ModelBackbone, ids: np.ndarray, start: int = 0) -> Tokens:
-    """Embeds text ids [B,T] from a position on."""
-    places = np.arange(start, start + ids.shape[1], dtype=np.int32)
-    places = np.broadcast_to(places, ids.shape)
-    axes = backbone.layout.rope.axes
-    return backbone.embed(
-        ids, (places if axes is None else np.broadcast_to(places[..., None], (*ids.shape, axes))).copy()
-    )
+def text_tokens(backbone: ModelBackbone, ids: np.ndarray) -> Tokens:
+    """Embeds text ids [B,T]; on the host, as all that is cut here, where no length compiles a program."""
+    places, axes = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape), backbone.layout.rope.axes
+    places = places if axes is None else np.broadcast_to(places[..., None], (*ids.shape, axes))
+    tokens, length = backbone.embed_padded(ids, position_ids=places.copy())
+    return tokens.on_host().take(0, length)
 
 
-def make_splice(
-    backbone: ModelBackbone, seed: int = 0, chunk: int = CHUNK
-) -> tuple[SplicedCache, dict[str, np.ndarray]]:
+def prefilled(backbone: ModelBackbone, tokens: Tokens) -> Output:
+    """A prefill with its last logits and every layer's residual, on the host; one program for all lengths."""
+    rows, length = tokens.positions.shape[:2]
+    last, layers = np.full((rows, 1), length - 1, np.int32), tuple(range(backbone.layout.layers))
+    out = jax.device_get(backbone.prefill(tokens.pad(BUCKETS.least), logits=last, hidden_at=layers))
+    kv = {name: value[:, :, :length] for name, value in out.kv.items()}
+    return Output(out.logits, kv, {layer: value[:, :length] for layer, value in out.hidden.items()})
+
+
+def make_splice(backbone: ModelBackbone, seed: int = 0, chunk: int = CHUNK) -> tuple[SplicedCache, dict[str, Any]]:
     """An antecedent, a chunk spliced blind behind it, spare slots, a question; and the cache that a prefill gives."""
     ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))
     everything = text_tokens(backbone, ids)
     tokens, question = everything.take(0, BEFORE + chunk), everything.take(BEFORE + chunk, ids.shape[1])
-    whole = backbone.prefill(tokens).kv
+    whole = prefilled(backbone, tokens).kv
     part = tokens.take(BEFORE, BEFORE + chunk)
-    alone = backbone.prefill(
-        part._replace(positions=part.positions - BEFORE), hidden_at=tuple(range(backbone.layout.layers))
-    )
-    true = kvp.to_engine(backbone.layout, whole, tokens.positions, 0)
-    blind = kvp.to_engine(backbone.layout, alone.kv, part.positions, 0)
+    alone = prefilled(backbone, part._replace(positions=part.positions - BEFORE))
+    true = jax.device_get(kvp.to_engine(backbone.layout, whole, tokens.positions, 0))
+    blind = jax.device_get(kvp.to_engine(backbone.layout, alone.kv, part.positions, 0))
     room = ((0, 0), (0, 0), (0, SPARE), (0, 0), (0, 0))
-    cache = {name: jnp.pad(jnp.concatenate([true[name][:, :, :BEFORE], blind[name]], 2), room) for name in true}
+    cache = {name: placed(np.pad(np.concatenate([true[name][:, :, :BEFORE], blind[name]], 2), room)) for name in true}
     slots = np.broadcast_to(np.arange(BEFORE, BEFORE + chunk), (ROWS, chunk))
     expected = {name: np.pad(value, room) for name, value in true.items()}
     seen = np.broadcast_to(np.arange(BEFORE + chunk + SPARE) < BEFORE + chunk, (ROWS, BEFORE + chunk + SPARE))
-    splice = SplicedCache(
-        part,
-        cache,
-        jnp.asarray(slots),
-        front=tokens.take(0, BEFORE),
-        question=question,
-        seen=jnp.asarray(seen),
-        recorded={name: value[:, :, BEFORE:] for name, value in whole.items()},
-        hidden=alone.hidden,
-    )
-    return splice, expected
+    recorded = {name: placed(value[:, :, BEFORE:]) for name, value in whole.items()}
+    others: dict[str, Any] = {"front": tokens.take(0, BEFORE), "question": question, "seen": placed(seen)}
+    return SplicedCache(part, cache, placed(slots), recorded=recorded, hidden=alone.hidden, **others), expected
 
 
-def other_antecedents(
-    backbone: ModelBackbone, count: int, seed: int = 0, chunk: int = CHUNK
-) -> tuple[OtherAntecedent, ...]:
-    """The chunk of `make_splice` of this seed behind other antecedents."""
-    ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))[:, : BEFORE + chunk]
+def other_antecedents(backbone: ModelBackbone, count: int, chunk: int = CHUNK) -> tuple[OtherAntecedent, ...]:
+    """The chunk of `make_splice` behind other antecedents."""
+    ids = np.random.default_rng(0).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))[:, : BEFORE + chunk]
     others = []
     for place in range(count):
         front = np.random.default_rng(100 + place).integers(0, 300, (ROWS, BEFORE))
         tokens = text_tokens(backbone, np.concatenate([front, ids[:, BEFORE:]], axis=1))
-        kv = {name: value[:, :, BEFORE:] for name, value in backbone.prefill(tokens).kv.items()}
+        kv = {name: placed(value[:, :, BEFORE:]) for name, value in prefilled(backbone, tokens).kv.items()}
         others.append(OtherAntecedent(kv, pooled_embedding(tokens.take(0, BEFORE))))
     return tuple(others)
 
 
 def canonical_chunk(backbone: ModelBackbone, splice: SplicedCache, row: int | None = None) -> kvp.Chunk:
     """The canonical of a splice's chunk, of all rows or of one."""
-    local, tokens = np.asarray(splice.tokens.positions)[0] - BEFORE, splice.slots.shape[1]
+    local, tokens = np.asarray(splice.tokens.positions, np.float32)[0] - BEFORE, splice.slots.shape[1]
     kv = canonical_of(backbone.layout, splice)
-    kv = kv if row is None else {name: value[:, row] for name, value in kv.items()}
+    kv = kv if row is None else {name: placed(np.asarray(value)[:, row]) for name, value in kv.items()}
     return kvp.Chunk(kv, local, tokens, tokens, "page", backbone.layout, backbone.fingerprint)
 
 
@@ -125,7 +109,7 @@ def one_row(splice: SplicedCache, row: int) -> SplicedCache:
     """The splice of one row alone."""
 
     def rows(tree: Any, axis: int = 0) -> Any:
-        return jax.tree.map(lambda leaf: jnp.take(jnp.asarray(leaf), jnp.asarray([row]), axis), tree)
+        return jax.tree.map(lambda leaf: placed(np.take(leaf, [row], axis)), tree)
 
     by_row = ("tokens", "slots", "front", "question", "seen", "length", "hidden")
     changes = {name: rows(getattr(splice, name)) for name in by_row}
@@ -140,22 +124,19 @@ NEW: tuple[int, ...] = (0, 1, 2, 9, 10, 20, 21, 22, 23)
 """The prompt's tokens of new text."""
 
 
-def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray], Any]:
+def make_prompt(backbone: ModelBackbone) -> tuple[SplicedCache, dict[str, np.ndarray], Any]:
     """A prompt of text, chunk, text, chunk, text; the cache and the last logits that a prefill gives."""
     total = sum(map(abs, PIECES))
-    tokens = text_tokens(backbone, np.random.default_rng(seed).integers(0, 300, (ROWS, total)))
+    tokens = text_tokens(backbone, np.random.default_rng(0).integers(0, 300, (ROWS, total)))
     pieces, first = [], 0
     for length in PIECES:
         part = tokens.take(first, first + abs(length))
-        kv = backbone.prefill(part._replace(positions=part.positions - first)).kv if length < 0 else None
+        kv = prefilled(backbone, part._replace(positions=part.positions - first)).kv if length < 0 else None
         pieces.append(PromptPiece(part, kv))
         first += abs(length)
-    out = backbone.prefill(tokens)
-    return (
-        splice_prompt(backbone, pieces),
-        dict(kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0)),
-        out.logits,
-    )
+    out = prefilled(backbone, tokens)
+    engine = dict(kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0))
+    return splice_prompt(backbone, pieces), engine, out.logits
 
 
 def error(result, expected) -> float:

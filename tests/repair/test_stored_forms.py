@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.repair import METHODS, OtherAntecedent, RepairBudget, RepairBytes, canonical_of
 from tests.repair import byte_oracles as oracles
 from tests.repair.splices import BEFORE, LONG, ROWS, canonical_chunk, error, in_chunk, one_row
+from tests.shared.arrays import placed
 
 PLENTY = RepairBudget(kv_bytes=10**7)
 CHUNK_SLOTS = slice(BEFORE, BEFORE + LONG)
@@ -103,7 +103,7 @@ def test_gear_is_that_of_numpy(long):
 def test_cachegen_is_that_of_numpy_with_the_entropy_of_its_symbols(long, step):
     backbone, splice, _ = long
     layers, lengths = backbone.layout.layers, [LONG - 3, LONG]
-    splice = splice.replace(length=jnp.asarray(lengths))
+    splice = splice.replace(length=np.array(lengths))
     repaired = METHODS["cachegen"](backbone, splice, PLENTY, step=step)
     result, total = served(backbone, splice, repaired), np.zeros(ROWS)
     for name, value in matrices(splice.recorded).items():
@@ -238,14 +238,15 @@ def test_live_slots_alone_are_written_and_rows_and_padding_do_not_touch_each_oth
         settings = settings | {"basis": fit_basis([(canonical_chunk(backbone, splice), splice.recorded)], ranks)}
     call = lambda splice: METHODS[name](backbone, splice, budget, **settings)
     lengths = [LONG - 9, LONG]
-    padded = splice.replace(length=jnp.asarray(lengths))
+    padded = splice.replace(length=np.array(lengths))
     # What lies in padding is anything.
-    noise = lambda kv: {n: jnp.asarray(v).at[:, 0, lengths[0] :].set(77.0) for n, v in kv.items()}
+    tokens = (np.arange(LONG) < np.array(lengths)[:, None])[..., None, None]
+    noise = lambda kv: {n: placed(np.where(tokens, v, np.float32(77.0))) for n, v in kv.items()}
     others = tuple(OtherAntecedent(noise(other.kv), other.embedding) for other in splice.others)
     repaired, again = call(padded), call(padded.replace(recorded=noise(splice.recorded), others=others))
     assert set(repaired.cache) == set(splice.cache)
     assert not repaired.chosen.any()
-    alone = [call(one_row(padded, row)).cache for row in range(ROWS)] if name in ("quantised", "anchored") else []
+    alone = [call(one_row(padded, row)).cache for row in range(ROWS)] if name == "anchored" else []
     for channel, value in repaired.cache.items():
         value, before, scale = np.asarray(value), np.asarray(splice.cache[channel]), float(np.abs(value).max())
         still = np.zeros(value.shape[1:3], bool)
@@ -269,7 +270,7 @@ def test_live_slots_alone_are_written_and_rows_and_padding_do_not_touch_each_oth
 def test_budgets_bound_what_is_kept_and_more_is_no_worse(long, name):
     backbone, splice, _ = long
     everything, distances, sizes = LONG * backbone.layout.bytes_per_token(), [], []
-    for share in (0.18, 0.26, 0.5, 0.95, 1.3, 3.0):
+    for share in (0.18, 0.5, 0.95, 3.0):
         repaired = METHODS[name](backbone, splice, RepairBudget(kv_bytes=int(share * everything)))
         sizes.append(repaired.bytes.stored + repaired.bytes.shared)
         assert sizes[-1] <= share * everything

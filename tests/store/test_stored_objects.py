@@ -47,7 +47,8 @@ def store(module_folder: Path) -> Iterator[ChunkStore]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chunks_of_every_layout_and_dtype(store: ChunkStore, layout: str):
     words: dict[str, Any] = {"lead": "a lead", "content": "what it shows"}
-    chunks = [chunk_of(f"{layout} {dtype}", dtype=dtype, layout=LAYOUTS[layout]) for dtype in DTYPES]
+    dtypes = DTYPES if layout == "gqa" else DTYPES[:1]
+    chunks = [chunk_of(f"{layout} {dtype}", dtype=dtype, layout=LAYOUTS[layout]) for dtype in dtypes]
     chunks += [chunk_of(np.str_("é \U0001f600"), 1, layout=LAYOUTS[layout], **words)]
     with locked_index(store.objects.root):
         acks = [store.put_async(chunk) for chunk in chunks]
