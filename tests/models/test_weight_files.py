@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import shutil
 import struct
 from pathlib import Path
@@ -188,9 +187,6 @@ def write(root: Path, **tensors: np.ndarray) -> SafetensorsSource:
     return SafetensorsSource(root)
 
 
-# ----------------------------------------------------------------------------------------------- regions and types
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("filling")
@@ -241,9 +237,6 @@ def test_a_number_that_is_not_finite_is_named_with_its_place(tmp_path, dtype, wr
         assert load_weights(source, bounds, expected)["a"][2, 1] == wrong
 
 
-# --------------------------------------------------------------------------------------------------- whole loads
-
-
 def big(root: Path) -> tuple[list[TensorEntry], dict, dict[str, np.ndarray]]:
     """Parameters above the size at which threads share the work, stacked and transposed, and one below it."""
     tensors = {f"layers.{layer}.w": draw((700, 520), "bfloat16") + layer for layer in range(7)}
@@ -274,9 +267,6 @@ def test_threads_fill_what_one_thread_fills_and_name_the_first_wrong_tensor(tmp_
         load_weights(SafetensorsSource(tmp_path), entries, expected)
 
 
-# ---------------------------------------------------------------------------------------- files that are not as said
-
-
 def test_a_file_that_changes_or_ends_while_it_is_read_is_an_error_and_no_signal(tmp_path):
     entries, expected, _ = big(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -297,7 +287,6 @@ def test_a_file_that_changes_or_ends_while_it_is_read_is_an_error_and_no_signal(
 
 
 CONFIG = "config.json"
-SECONDS = 2.0
 
 
 @pytest.fixture
@@ -307,14 +296,12 @@ def directory(tiny_directory, tmp_path, unchecked) -> Path:
 
 
 def refused(source: Any, message: str, error: type[KVPatchError] = ConfigError, **options: Any) -> None:
-    """Holds an error of `load` against what it is to say: one line, within two seconds of this process's time."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    """Holds an error of `load` against what it is to say, in one line."""
     with pytest.raises(error, match=message) as raised:
         load(source, **options)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 2500
     assert "expected" in str(raised.value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < SECONDS
 
 
 def test_a_name_of_no_directory_is_refused_and_one_in_the_hubs_cache_told_where_its_files_are(directory, tmp_path):
