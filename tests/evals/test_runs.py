@@ -215,8 +215,6 @@ def test_the_command_of_a_run_names_no_place(monkeypatch: pytest.MonkeyPatch):
         assert program.repeated_command("evals.run") == "python -m evals.run --config=main --set n=64"
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages
-
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 
 

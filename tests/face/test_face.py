@@ -12,8 +12,6 @@ import kvpatch_jax
 import kvpatch_jax as kvp
 from kvpatch_jax import __main__ as command
 
-# ---------------------------------------------------------------------------------------------------------------- rooms
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
 ORDERS = {
@@ -84,8 +82,6 @@ def test_nothing_imports_in_a_circle(edges: dict[str, set[str]]):
     assert sorted(left) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- the face
-
 PROGRAM = """
 import sys
 import jax, jax.numpy
@@ -123,9 +119,6 @@ def test_all_names_are_there():
     assert kvp.ChunkStore is kvp.store.ChunkStore
     with pytest.raises(AttributeError, match=r"no attribute 'splice'; expected one of .*apply_patch"):
         getattr(kvp, "spl" + "ice")
-
-
-# ---------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_command_lists_versions_devices_and_missing_extras(monkeypatch: pytest.MonkeyPatch, capsys):

@@ -251,9 +251,6 @@ def test_the_host_holds_one_shard_at_a_time(tmp_path, monkeypatch):
     assert sum(pieces) == model  # float32 in the file as on the devices: every byte is read once
 
 
-# ----------------------------------------------------------------------------------------------- chunks prefilled apart
-
-
 CHUNKS, ASKED = (9, 11, 12, 8), 5
 """Tokens of the four chunks, and of the question."""
 SMALL = qwen2_config(32, 64, heads=4, layers=3, kv_heads=2, vocabulary=320)

@@ -207,9 +207,6 @@ def test_masks_that_do_not_fit_are_refused(unchecked):
         Mask(window=0)
 
 
-# -------------------------------------------------------------------------------------------------------------- kernels
-
-
 TOKENS = 4096
 CAUSAL = Mask(causal=True)
 PLACES = np.zeros((ROWS, TOKENS), np.int32)

@@ -96,9 +96,6 @@ def test_views_that_do_not_match_are_refused(family, name, change, message, tiny
         backbone.embed(**inputs)
 
 
-# ------------------------------------------------------------------------------------------------ DeepSeek-OCR-2
-
-
 def test_views_without_tiles_have_the_tiles_size(tmp_path):
     root = write_checkpoint("deepseek_ocr2", tmp_path)
     file = root / "preprocessor_config.json"
@@ -106,9 +103,6 @@ def test_views_without_tiles_have_the_tiles_size(tmp_path):
     prompt = models.load(root).prepare([np.zeros((100, 60, 3), np.uint8)])
     assert prompt["pixel_values"].shape == (1, 3, 48, 48)
     assert prompt["num_local_patches"].tolist() == [0]
-
-
-# ---------------------------------------------------------------------------------------------- DeepSeek-VL-7B
 
 
 def test_scores_of_a_large_image_are_made_in_blocks():
@@ -122,9 +116,6 @@ def test_scores_of_a_large_image_are_made_in_blocks():
     assert analysis is not None
     whole = 4 * config.heads * config.side**4
     assert analysis.temp_size_in_bytes < whole / 3
-
-
-# ------------------------------------------------------------------------------------------------ Phi-3-vision
 
 
 def test_phi_prompts_are_the_authors(tmp_path):

@@ -193,9 +193,6 @@ def test_chunks_behind_a_context_are_one_prefill(prefilled, family):
         close_kv(chunks.kv, {name: np.asarray(value)[:, :, cut:] for name, value in full.kv.items()}, "chunks")
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages
-
-
 DEFAULT = "qwen3_window"
 """Grouped heads, layers that slide among layers that do not."""
 KEYS, MORE, STEPS, TOTAL = 21, 4, 6, 128

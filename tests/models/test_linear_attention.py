@@ -140,8 +140,6 @@ def test_tokens_in_turn_equal_all_at_once():
     assert difference(reached, expected["after"]) < 1e-6
 
 
-# ------------------------------------------------------------------------------------------------- a tiny model
-
 close = functools.partial(assert_close_to_largest, bar=2e-5)
 
 

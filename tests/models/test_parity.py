@@ -148,9 +148,6 @@ def test_activations_follow_the_formulas_of_their_names():
         assert_close_to_largest(values[name], formula(x), name, bar=1e-6)
 
 
-# -------------------------------------------------------------------------------------------------------------- buckets
-
-
 PROGRAMS = [f"jit({name})" for name in ("encode", "embed", "prefill", "recompute", "begin", "advance")]
 """The model's programs, as jax names them."""
 # Heights and widths in pixels, of images whose patches (or tiles) share a bucket.

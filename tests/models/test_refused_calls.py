@@ -115,9 +115,6 @@ def test_images_that_do_not_match_their_prompt(tiny):
         backbone.prepare([[1], {"image": "page.png"}])
 
 
-# --------------------------------------------------------------------------------------------- frames, masks and caches
-
-
 T = 10
 
 

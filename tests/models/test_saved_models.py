@@ -55,9 +55,6 @@ def test_the_fingerprint_follows_a_weight(tiny):
     assert backbone.replaced(values).fingerprint != backbone.fingerprint
 
 
-# ------------------------------------------------------------------------------------------------------ by transformers
-
-
 SHIPPED = sorted(path.parent for path in (Path(__file__).parents[2] / "evals" / "trained").glob("*/*/config.json"))
 TEXT = "Where is the total of 12.5? It's\n\n here: q7 <|im_start|>"
 NO_CLASS = {"deepseek_vl2", "deepseek_vl2_tiny", "phi3_v"}
@@ -111,9 +108,6 @@ def test_transformers_reads_what_is_shipped_and_what_is_saved_of_it(directory, t
         # transformers takes its own tokenizer's rules for Qwen3.5, whatever the files say.
         reader = PreTrainedTokenizerFast if directory.name == "qwen3_5" else AutoTokenizer
         assert reader.from_pretrained(root)(TEXT)["input_ids"] == expected
-
-
-# --------------------------------------------------------------------------------------------------------- fingerprints
 
 
 def parameters() -> dict:

@@ -48,9 +48,6 @@ def specs_of(family: str, count: int, **changes: Any) -> dict[str, P]:
     return {".".join(path): spec for path, spec in specs.items()}
 
 
-# --------------------------------------------------------------------------------------- the table, and bad meshes
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_5_vl", "kimi_vl", "deepseek_ocr2"])
 def test_every_parameter_has_a_place(family):
     config = config_of(family)
@@ -135,9 +132,6 @@ def test_eight_devices_give_one_devices_numbers(tier, tmp_path):
     command.append(str(Path(__file__).with_name("mesh_cases.py")))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# ----------------------------------------------------------------------------------------------- chunks prefilled apart
 
 
 def test_chunks_of_one_device_answer_as_its_joined_caches():

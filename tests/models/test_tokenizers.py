@@ -97,9 +97,6 @@ def test_damaged_files_are_refused(write, changes, message, tmp_path):
         read_tokenizer(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- inside a GGUF file
-
-
 TOKENS = [*"abcdefgh '12\n", "Ġ", "Ċ", "Ġa", "bc", "<|start|>", "<think>", "Ã", "©", "é", "ab", "abc"]
 
 

@@ -47,9 +47,6 @@ def spliced(pool, slots, given, length, *, layout: str, implementation: str):
     return splice(pool, slots, **given, length=length, layout=layout, implementation=implementation)
 
 
-# ----------------------------------------------------------------------------------------------------------------- GPUs
-
-
 @pytest.fixture
 def dump(tmp_path: Path, monkeypatch) -> Path:
     """Where the compiler leaves what it made of a kernel."""
@@ -105,8 +102,6 @@ def test_splice_on_gpus(device: str, shape: ChunkShape, dump: Path):
     assert memory.alias_size_in_bytes == 2 * pool.size
     check_kernel(dump, program.as_text() or "", shape)
 
-
-# ----------------------------------------------------------------------------------------------------------------- TPUs
 
 V5E, V5P, V6E = "v5e:2x2", "v5p:2x2x1", "v6e:2x2"
 WIDE, LONG = ChunkShape("gemma", 26, 1000, 4, 256, 256, 0, "pairs"), KEYS._replace(name="long", tokens=16384)

@@ -94,9 +94,6 @@ def test_sums_have_the_best_factors_of_both():
         merge(first, second, 9)
 
 
-# -------------------------------------------------------------------------------------------------------- derivatives
-
-
 def best(matrix: np.ndarray, rank: int) -> np.ndarray:
     u, s, vt = np.linalg.svd(matrix, full_matrices=False)
     return (u[:, :rank] * s[:rank]) @ vt[:rank]

@@ -222,9 +222,6 @@ def test_a_mesh_whose_axes_are_in_types_is_left_to_xla():
         jax.eval_shape(lambda given: rotate_patch(**given, implementation="tpu"), arguments_of(GQA))
 
 
-# -------------------------------------------------------------------------------------------------------- block_product
-
-
 MATRICES, DEPTH, WIDTH, ROWS, BLOCKS = 5, 128, 192, 64, 3
 
 

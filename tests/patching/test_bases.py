@@ -19,8 +19,6 @@ CHUNK = chunk_of("gqa", length=20, content="what it shows")
 KVS = [conditioned_of(CHUNK, seed=seed) for seed in range(3)]
 BEHIND = [[Member(name, f"content {name}")] for name in "XYZ"]
 
-# ------------------------------------------------------------------------------------------- bases of several chunks
-
 
 def test_a_mean_base_is_the_mean_of_all_antecedents_without_padding():
     base = mean_base(CHUNK, iter(KVS), BEHIND)
@@ -51,9 +49,6 @@ def test_names_are_of_the_antecedents_in_any_order():
     # An id without a content does not say what was read.
     first, second = (mean_base(CHUNK, [kv], [["X"]]) for kv in KVS[:2])
     assert first.lead != second.lead
-
-
-# -------------------------------------------------------------------------------------------------- shared directions
 
 
 def behind(seed: int, chunk: kvp.Chunk = CHUNK) -> dict:
@@ -147,9 +142,6 @@ def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
         store.put_encoder("other", "tiny", np.zeros(8, np.float32))
         assert store.patch_count(CHUNK.id, "tiny") < 3
         assert store.get_basis(basis.digest, CHUNK.layout, "tiny") is not None
-
-
-# ------------------------------------------------------------------------------------------------ orbits of antecedents
 
 
 FULL = chunk_of("gqa")

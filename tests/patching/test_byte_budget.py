@@ -156,9 +156,6 @@ def test_a_share_is_of_the_chunk_in_16_bits_and_has_a_floor():
     assert LEAST_DIRECTIONS - 0.5 <= np.mean(ranks) <= LEAST_DIRECTIONS
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
-
-
 def weights_of(chunk: kvp.Chunk) -> InformationWeights:
     """Weights from 0.1 to 10."""
     rng, layout = np.random.default_rng(3), chunk.layout

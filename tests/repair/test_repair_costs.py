@@ -152,9 +152,6 @@ def test_budgets_buy_the_papers_counts_of_tokens_and_bytes_are_shared_over_antec
         bytes.per_antecedent(0)
 
 
-# --------------------------------------------------------------------------------------------------- the method `patch`
-
-
 @pytest.mark.parametrize(
     "settings",
     [

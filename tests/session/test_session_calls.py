@@ -169,9 +169,6 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
             kvp.Session(backbone, kep=2)
 
 
-# ---------------------------------------------------------------------------------------------------------- failures
-
-
 @pytest.mark.parametrize(("failure", "error"), [("nan", NotFiniteError), (KeyboardInterrupt(), KeyboardInterrupt)])
 def test_a_forward_that_fails_in_the_middle_changes_nothing(backbone, failure, error, tmp_path):
     watched = Watched(backbone)

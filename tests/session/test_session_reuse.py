@@ -191,9 +191,6 @@ def test_a_prefill_behind_the_same_nearest_chunk_serves_where_losses_may_be(back
         assert (session.stats().hits, session.stats().forwards) == (1, 3)
 
 
-# ------------------------------------------------------------------------------------------------------------ audits
-
-
 class Distorting(PatchesAlone):
     """A store that gives every patch back as if it had been formed badly."""
 

@@ -269,9 +269,6 @@ def test_steps_count_what_was_computed_and_what_others_would_have_computed(backb
         assert f"{stats.tokens} computed; a prefix cache {stats.prefix_cache}" in str(stats)
 
 
-# ----------------------------------------------------------------------------------------------------------- answers
-
-
 def test_an_answer_belongs_to_the_window_that_was_asked(backbone, session):
     session.add(image_of(0))
     asked = embedded(backbone, [QUESTION])

@@ -80,9 +80,6 @@ def same_chunk(first: kvp.Chunk | None, second: kvp.Chunk) -> bool:
     return is_alike and same(dict(first.kv), dict(second.kv)) and same(first.local, second.local)
 
 
-# ------------------------------------------------------------------------------------------------- objects and files
-
-
 def name_of(number: int, part: str = "enc") -> str:
     return f"{number:032x}/{part}"
 
@@ -126,9 +123,6 @@ def locked_index(root: Any) -> Iterator[None]:
 
 def expires_of(store: ChunkStore) -> list[float | None]:
     return [expires for (expires,) in store.objects.index.rows("SELECT expires FROM objects ORDER BY name")]
-
-
-# --------------------------------------------------------------------------------------------------------- processes
 
 
 def run(code: str, *arguments: str, timeout: float = 120) -> str:

@@ -268,9 +268,6 @@ def test_a_full_queue_waits_and_its_last_put_or_deletion_counts(folder: Path, mo
         assert [objects.get(name_of(number), value_of) for number in (1, 2)] == [2, None]
 
 
-# -------------------------------------------------------------------------------------------------------------- tenants
-
-
 def written_in(folder: Path) -> bytes:
     """Everything on the disk: contents of files, and their names."""
     return b"".join(path.read_bytes() + str(path).encode() for path in folder.rglob("*") if path.is_file())

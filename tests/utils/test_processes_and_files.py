@@ -19,8 +19,6 @@ from kvpatch_jax.utils.atomic_files import replace
 from kvpatch_jax.utils.background import JobQueue
 from kvpatch_jax.utils.sizes import size_of
 
-# -------------------------------------------------------------------------------------------------------------- threads
-
 PRINTED = {"patient queue": "job 0\njob 1\njob 2\n", "impatient queue": "job 0\n", "hanging": "told to end\n"}
 CASES = ["end answering", "error answering", *PRINTED]
 
@@ -65,8 +63,6 @@ def test_a_queue_runs_jobs_in_order_and_is_bounded():
     assert not queue.add(5)
 
 
-# ------------------------------------------------------------------------------------------------ files, JSON and sizes
-
 WRITTEN = {"0": 0, "512": 512, "512 bytes": 512, "1 byte": 1, "10 gb": 10**10, " 10G ": 10**10, "2T": 2 * 10**12}
 WRITTEN |= {"1_000 MB": 10**9, "1.5 GiB": 3 << 29, "1Ki": 1024, "0.1 KiB": 102, 7: 7, 1e9: 10**9, np.int64(5): 5}
 WRONG = [math.nan, math.inf, -1, "-1 GB", True, 1.5, "", "GB", "ten", "1 XB", "1e9", "1.5.2 GB"]
@@ -110,8 +106,6 @@ def test_a_size_is_read_as_people_write_it(tmp_path: Path):
         budgets = store.objects.index.rows("SELECT bytes FROM budgets ORDER BY bytes")
         assert budgets == [(5 << 30,), (10**10,)]
 
-
-# ---------------------------------------------------------------------------------------------------- compiled programs
 
 OPTIONS = (
     "jax_compilation_cache_dir",

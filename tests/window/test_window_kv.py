@@ -209,9 +209,6 @@ def test_answers_behind_a_window_are_those_behind_its_prompt():
     assert np.abs(np.asarray(every[:, 2] - last[:, 0])).max() <= BAR * np.abs(np.asarray(last)).max()
 
 
-# ----------------------------------------------------------------------------------- pieces placed without a forward
-
-
 LEADING = Service("leading")
 
 

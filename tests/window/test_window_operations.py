@@ -141,9 +141,6 @@ def test_refused_operations_say_what_is_expected_and_change_nothing(unchecked):
         assert window == copy
 
 
-# --------------------------------------------------------------------------------------------------------- documents
-
-
 MADE = "0" * 32
 
 

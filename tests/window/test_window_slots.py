@@ -133,9 +133,6 @@ def test_a_snapshot_of_another_pool_is_refused():
         assert (executor.pools is pools, executor.branches, executor.slots.free) == (True, branches, free)
 
 
-# ---------------------------------------------------------------------------------------------------------- failures
-
-
 class Failing:
     """A loop of four chunks, and a change of its window: one leaves, two rotate, two come in."""
 
