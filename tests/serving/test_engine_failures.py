@@ -26,9 +26,15 @@ PLAN = {"kvpatch": {"segments": [8, 18], "reuse": "blind", "save": False}}
 
 
 @pytest.fixture(scope="module")
-def engine(connector, tmp_path_factory):
+def opened(connector, tmp_path_factory):
     with engine_of(connector, tmp_path_factory.mktemp("boundary")) as engine:
         yield engine
+
+
+@pytest.fixture
+def engine(opened):
+    opened.scheduler.failures.clear()
+    return opened
 
 
 def assert_serves(engine):
@@ -92,7 +98,6 @@ HOOKS = {
 def test_a_scheduler_fault_costs_only_one_requests_reuse(engine, work, monkeypatch, caplog):
     """Counted by its type and logged once; a promise to the engine is kept, or its blocks are reported as lost."""
     failures = engine.scheduler.failures
-    failures.clear()
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler.scheduler_side, work, lambda *_: 1 / 0)
         answers = [ask(engine, request_of(f"turn {turn}", PLAN)) for turn in range(2)]
@@ -108,7 +113,6 @@ def test_a_scheduler_fault_costs_only_one_requests_reuse(engine, work, monkeypat
     assert failures[kind] >= 2
     assert caplog.text.count(f"kvpatch: {kind}") == 1
     assert_serves(engine)
-    failures.clear()
 
 
 def test_a_fault_restores_the_salt_until_blocks_were_given(engine, monkeypatch):
@@ -134,7 +138,6 @@ def test_a_fault_restores_the_salt_until_blocks_were_given(engine, monkeypatch):
         patch.setattr(side, "order_load", lambda *_: 1 / 0)
         assert ask(engine, request_of("given", PLAN)).salt.startswith("kvpatch-")
     assert_serves(engine)
-    scheduler.failures.clear()
 
 
 @pytest.mark.parametrize("hook", ["load", "save"])
