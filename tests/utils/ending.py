@@ -34,10 +34,10 @@ alive = []
 def answering() -> None:
     """Sessions that are not closed, with an answer that nobody reads before the end."""
     atexit.register(read)  # before the library registers what ends its threads, and so run after that
-    sessions = kvp.Sessions(tiny("gqa", buckets=None), pages=64)
+    sessions = kvp.Sessions(tiny("gqa"), pages=104, page_size=8)  # as tests of shared pools have them
     session = sessions.open()
     session.add([5, 6, 7, 8, 9], kind="chunk")
-    alive.extend([sessions, session.ask([7, 11], steps=512, stop=())])
+    alive.extend([sessions, session.ask([7, 11], steps=400, stop=())])
 
 
 def read() -> None:
