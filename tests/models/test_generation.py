@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpatch_jax.answers import Draws
 from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.errors import ConfigError, NotFiniteError
-from kvpatch_jax.models import Buckets, Sampling, TextPiece, load, pad_rows
+from kvpatch_jax.models import Sampling, TextPiece, load, pad_rows
 from kvpatch_jax.models.decoder import stacks
 from kvpatch_jax.models.decoding import BLOCK, TextPieces
 from kvpatch_jax.models.decoding.sampling import REFUSED, choose, choose_rows, draw_of, kept
@@ -23,6 +23,7 @@ from tests.goldens.table import FAMILIES
 from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
 from tests.shared.tolerances import assert_close_to_largest
+from tests.shared.window_oracle import BUCKETS
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -101,7 +102,7 @@ def test_rows_end_at_stop_tokens(backbone, tokens, answers, monkeypatch):
 def test_rows_of_unequal_lengths_answer_as_alone(golden, family):
     """Padded rows in one batch, and a prompt in parts: the tokens of transformers."""
     prompts = [golden(family, case) for case in FAMILIES[family].cases if case in ("text", "one_image")]
-    backbone, steps = prompts[0].backbone.with_buckets(Buckets(smallest=128, steps=1, least=32)), 3
+    backbone, steps = prompts[0].backbone.with_buckets(BUCKETS), 3
     expected = [prompt.arrays["generated"][:steps].tolist() for prompt in prompts]
     tokens = [prompt.tokens for prompt in prompts]
     short = tokens[0].take(0, tokens[0].embeddings.shape[1] - 4)
