@@ -9,11 +9,12 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Template
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models import Buckets, load, save
+from kvpatch_jax.models import load, save
 from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate
 from kvpatch_jax.models.inputs.texts import TextEncoder
 from tests.goldens.load import GOLDENS, golden_chat, write_chatting, write_checkpoint
 from tests.models.conftest import blank_features
+from tests.shared.window_oracle import BUCKETS
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())
 FAMILIES = [name for name, gold in GOLD["families"].items() if "special_tokens" in gold]
@@ -192,7 +193,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def backbone(directory):
     """In one bucket, so that texts of all lengths run the same programs."""
-    return load(directory, buckets=Buckets(smallest=128, steps=1, least=64))
+    return load(directory, buckets=BUCKETS)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models import Buckets, load
+from kvpatch_jax.models import load
 from kvpatch_jax.models.inputs.positions import PositionRule, get_rope_positions
 from kvpatch_jax.models.inputs.videos import kimi_time, number_words
 from kvpatch_jax.window import Entry
@@ -29,10 +29,10 @@ from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
 from tests.models.conftest import blank_features
 from tests.models.glm_settings import GLM_FRAMES, KINDS, SETTINGS, VIDEO_FILE, glm_settings
 from tests.shared.tolerances import assert_close_to_largest
+from tests.shared.window_oracle import BUCKETS
 
 START, END, AUDIO_START = 303, 304, 306
 OMNI = PositionRule(IMAGE, VIDEO, 2, 2, AUDIO, (START, AUDIO_START))
-BUCKETS = Buckets(smallest=128, steps=1, least=64)
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
