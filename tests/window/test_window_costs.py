@@ -108,7 +108,9 @@ def test_a_hybrid_composes_one_transition_more_for_one_piece_more():
     assert loop.executor.state_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["mrope", "hybrid", pytest.param("gemma3", marks=NIGHTLY)])
+@pytest.mark.parametrize(
+    "name", ["deepstack", "hybrid", *(pytest.param(name, marks=NIGHTLY) for name in ("mrope", "gemma3"))]
+)
 def test_asking_with_the_last_prefill_equals_asking_separately(name: str):
     watched = Watched(backbone_of(name))
     loop, other = Loop(name, backbone=watched.backbone), Loop(name)
