@@ -117,6 +117,7 @@ STRUCTURES = {
     "places": lambda rng: Mask(
         causal=True, window=9, query_places=rng.integers(0, 60, (1, QUERIES)), key_places=places(rng, KEYS)
     ),
+    "hidden": lambda rng: Mask(key_places=places(rng, KEYS)),
     "packed": lambda rng: Mask(
         query_segments=np.sort(rng.integers(-1, 4, (ROWS, QUERIES)), axis=1),
         key_segments=np.sort(rng.integers(-1, 4, (ROWS, KEYS)), axis=1),
@@ -136,7 +137,13 @@ STRUCTURES = {
         allowed=rng.random((1, 1, QUERIES, KEYS)) < 0.8,
     ),
 }
-DEFAULT = {("window", "mha", ""), ("packed", "gqa", "small"), ("everything", "gqa", ""), ("ahead", "latent", "large")}
+DEFAULT = {
+    ("window", "mha", ""),
+    ("hidden", "gqa", ""),
+    ("packed", "gqa", "small"),
+    ("everything", "gqa", ""),
+    ("ahead", "latent", "large"),
+}
 
 BLOCK_SIZES = {"": BLOCKS, "small": AttentionBlocks(1, 5), "large": AttentionBlocks(64, 64)}
 
