@@ -22,7 +22,15 @@ from kvpatch_jax.errors import (
 from kvpatch_jax.patching import ByteBudget
 from tests.shared.arrays import placed
 from tests.shared.compilations import compilations
-from tests.shared.operator_cases import LAYOUTS, chunk_of, conditioned_of, deficit_of, kv_of, placed_in_float64
+from tests.shared.operator_cases import (
+    LAYOUTS,
+    chunk_of,
+    conditioned_of,
+    correction_of,
+    deficit_of,
+    kv_of,
+    placed_in_float64,
+)
 
 A = ("A1", "A2")
 
@@ -40,7 +48,7 @@ def with_noise_behind(chunk: kvp.Chunk, conditioned: dict) -> dict:
     return {name: placed(np.where(live, value, 1e3), np.float32) for name, value in conditioned.items()}
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "blocked"])
+@pytest.mark.parametrize("name", ["gqa", "mla", pytest.param("blocked", marks=pytest.mark.nightly)])
 def test_a_deficit_of_low_rank_is_restored_at_every_start(name: str):
     chunk = chunk_of(name)
     conditioned = conditioned_of(chunk)
@@ -73,23 +81,20 @@ def test_what_a_rank_leaves_is_what_the_singular_values_leave(name: str, method,
 
 def test_a_rank_beyond_the_chunk_is_capped_and_restores_everything():
     """By its tokens or its features; as the deficit itself where factors would not be smaller."""
-    chunk = chunk_of("mla", length=20)
-    conditioned = with_noise_behind(chunk, kv_of(chunk.layout, 24, seed=7))
-    for dense, ranks in ((True, (None, None)), (False, (20, 16))):
+    for name, still, dense, ranks in (("gqa", "v", True, (None, None)), ("mla", "ckv", False, (20, 16))):
+        chunk = chunk_of(name, length=20)
+        conditioned = with_noise_behind(chunk, kv_of(chunk.layout, 24, seed=7))
         patch = kvp.form_patch(chunk, conditioned, 99, A, dense=dense)
         assert tuple(patch.ranks.values()) == ranks
         found = kvp.apply_patch(chunk, patch, 5, A)
         assert error(found, placed_in_float64(chunk.layout, conditioned, chunk.local, 5), 20) < 3e-5
-        np.testing.assert_array_equal(found["ckv"][:, 20:], chunk.kv["ckv"][:, 20:])
+        np.testing.assert_array_equal(found[still][:, 20:], chunk.kv[still][:, 20:])
 
 
 def test_channels_may_have_ranks_of_their_own_or_none():
     chunk = chunk_of("mla")
     conditioned = conditioned_of(chunk)
     expected = placed_in_float64(chunk.layout, conditioned, chunk.local, 5)
-    patch = kvp.form_patch(chunk, conditioned, {"ckv": 4, "kpe": 16}, A)
-    assert patch.ranks == {"ckv": 4, "kpe": None}
-    assert error(kvp.apply_patch(chunk, patch, 5, A), expected) < 2e-5
     only = kvp.form_patch(chunk, conditioned, {"kpe": 4, "ckv": 0}, A)
     assert only.ranks == {"ckv": 0, "kpe": 4}
     found = kvp.apply_patch(chunk, only, 5, A)
@@ -100,12 +105,13 @@ def test_channels_may_have_ranks_of_their_own_or_none():
 def test_a_patch_is_padded_with_its_chunk():
     chunk = chunk_of("gqa")
     narrow, dense = (kvp.form_patch(chunk, conditioned_of(chunk), rank, A) for rank in (4, 24))
-    for patch in (narrow, kvp.quantise(dense, jnp.int8)):
-        wide, own = kvp.apply_patch(chunk.pad(32), patch.pad(32), 3, A), kvp.apply_patch(chunk, patch, 3, A)
+    few = kvp.quantise(dense, jnp.int8)
+    served = kvp.apply_patch(chunk.pad(32), narrow.pad(32), 3, A), kvp.apply_patch(chunk, narrow, 3, A)
+    for wide, own in (served, (correction_of(few.pad(32)), correction_of(few))):
         for name in own:
             np.testing.assert_allclose(wide[name][:, :24], own[name], atol=1e-6)
             assert not wide[name][:, 24:].any()
-        assert patch.pad(24).ranks == patch.ranks
+    assert [patch.pad(24).ranks for patch in (narrow, few)] == [narrow.ranks, few.ranks]
     with pytest.raises(ShapeError, match="at least 24"):
         narrow.pad(12)
     with pytest.raises(ShapeError, match="24 tokens, batch None; expected the chunk's 32"):
@@ -153,10 +159,10 @@ def read(kv: dict, kind: str, queries: np.ndarray, length: int) -> np.ndarray:
     return np.einsum("kps,ske->pke", weights, values[:length])
 
 
-@pytest.mark.parametrize(("kind", "tokens", "bar"), [("gqa", 64, 1e-4), ("mla", 24, 0.1)])
-def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str, tokens: int, bar: float):
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str):
     """Against NumPy, layer by layer: patched and blind readouts, relative to those of the conditioned KV."""
-    chunk = chunk_of(kind, tokens, length=tokens - 4 * (tokens < 64))
+    chunk = chunk_of(kind, length=20)
     conditioned = conditioned_of(chunk, rank=9)
     patch = kvp.form_patch(chunk, conditioned, 4, A)
 
@@ -167,21 +173,20 @@ def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str, tokens:
         base = {name: np.asarray(value[layer], np.float64) for name, value in chunk.kv.items()}
         patched = {name: base[name] + np.asarray(corrected[name][layer], np.float64) for name in base}
         keys = np.concatenate([truth["ckv"], truth["kpe"]], -1) if kind == "mla" else truth["k"]
-        queries = keys[: chunk.length]
+        queries = keys[np.arange(64) % 20]  # 64 of them read, of a shorter chunk some again
         own = read(truth, kind, queries, chunk.length)
         for place, kv in enumerate((patched, base)):
             expected[place] += np.linalg.norm(read(kv, kind, queries, chunk.length) - own) / np.linalg.norm(own)
     expected /= chunk.layout.layers
-    # A chunk of fewer tokens than probes reads some of them twice, which changes the mean a little.
-    np.testing.assert_allclose(patch.metadata.errors, expected, rtol=bar)
+    np.testing.assert_allclose(patch.metadata.errors, expected, rtol=1e-4)
     assert patch.predicted == pytest.approx((patch.metadata.errors[0] / patch.metadata.errors[1]) ** 2)
 
 
 def test_larger_patches_are_predicted_to_leave_less_and_padding_plays_no_part():
     chunk = chunk_of("gqa", length=20)
     conditioned = conditioned_of(chunk, rank=12)
-    form = lambda rank, kv=conditioned: kvp.form_patch(chunk, kv, rank, A, dense=False)
-    left = [form(rank).predicted for rank in (4, 12)]
+    form = lambda rank, kv=conditioned: kvp.form_patch(chunk, kv, rank, A)
+    left = [form(rank).predicted for rank in (4, 24)]
     assert left == sorted(left, reverse=True)
     assert left[-1] < 1e-6 < left[0]
     patch = form(4)
@@ -238,7 +243,8 @@ def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
     return {name: placed(np.stack([own[name] for own in items], axis=1)) for name in batch.kv}
 
 
-@pytest.mark.parametrize(("name", "options"), [("blocked", {}), ("gqa", {"layers": (1,)})])
+@pytest.mark.parametrize("name", ["blocked", pytest.param("gqa", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("options", [{"layers": (1,)}, pytest.param({}, marks=pytest.mark.nightly)])
 def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
     """At one start, and at one for each."""
     batch = batch_of(name, length=20)
