@@ -36,7 +36,7 @@ from evals.texts.infoflow import INFOFLOW, PromptContext, SpanAnswers, fixed_par
 from evals.texts.splices import TextBatch, start_tokens
 from evals.trained import MAIN, shipped, shipped_names
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models import Buckets, ModelBackbone, load
+from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.models.random_weights import random_backbone
 from tests.shared.arrays import placed
 
@@ -44,7 +44,6 @@ from tests.shared.arrays import placed
 
 COUNTS = {"page": 3, "sheet": 2, "chain": 4, "override": 2, "aggregate": 2, "list": 1}
 RECIPE = Recipe(steps=6, batch=1, tiny=3, small=2)
-BUCKETS = Buckets(smallest=64, steps=1, least=64)
 
 
 @pytest.mark.parametrize("kind", ["documents", "plain"])
@@ -126,7 +125,7 @@ def test_a_prefix_is_what_the_family_makes_of_the_images(name: str):
 
 def test_rows_of_questions_read_what_packed_questions_do(shipped_instance):
     """A whole patch gives back re-prefill though all moved; a row per question answers as the packed ones."""
-    rng, backbone = np.random.default_rng(2), shipped_instance(MAIN).with_buckets(BUCKETS)
+    rng, backbone = np.random.default_rng(2), shipped_instance(MAIN)
     contexts = sample(rng, 2, SIZES["tiny"])
     batch = TaskBatch(backbone, contexts, ask(contexts, rng, {"page": 1, "chain": 2, "list": 1}))
     conditioned = place(backbone.layout, batch.prefix, (*batch.alone[:-1], batch.conditioned[-1]), 37)
@@ -145,7 +144,7 @@ def test_batches_are_numbered_and_settings_are_fitted_on_none_that_is_measured(s
     """The same number is the same batch; a model without the task's words is refused by name."""
     with pytest.raises(InputError, match="words"):
         DOCUMENTS.batch(ModelBackbone(instance("qwen2_5_vl")[0], {}), "tiny", 0, 1, 0)
-    backbone = shipped_instance(MAIN).with_buckets(BUCKETS)
+    backbone = shipped_instance(MAIN)
     first, again, other = (DOCUMENTS.batch(backbone, "tiny", number, 2, 0) for number in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, first.splice.cache, again.splice.cache)
     assert not set(first.clusters) & set(other.clusters)
@@ -250,7 +249,7 @@ def backbone() -> ModelBackbone:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<s>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    model = random_backbone(tiny_config("LlamaForCausalLM")).with_buckets(BUCKETS)
+    model = random_backbone(tiny_config("LlamaForCausalLM"))
     model.tokenizer = tokenizer
     return model
 
@@ -304,7 +303,7 @@ def test_answers_stand_in_the_documents_that_are_asked_about():
 
 @pytest.fixture(scope="module")
 def hops(backbone) -> TextBatch:
-    return TWO_HOPS.batch(backbone, "keys", 0, 4, seed=1)
+    return TWO_HOPS.batch(backbone, "keys", 0, 3, seed=1)
 
 
 def test_a_patch_of_full_rank_answers_as_a_reprefill_and_blind_reuse_does_not(backbone, hops):

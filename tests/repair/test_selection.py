@@ -167,7 +167,7 @@ DEFINITIONS = {
     "infoflow": Definition(infoflow),
     "infoflow norm": Definition(lambda row, count: infoflow(row, count, "norm"), settings={"reading": "norm"}),
     "infoflow head_norm": Definition(
-        lambda row, count: infoflow(row, count, "head_norm"), 1, {"reading": "head_norm", "whole_layers": 1}
+        lambda row, count: infoflow(row, count, "head_norm"), 2, {"reading": "head_norm", "whole_layers": 2}
     ),
     "prophetkv": Definition(prophetkv),
     "quest": Definition(quest, settings={"page": PAGE}),
@@ -234,7 +234,7 @@ PROMPT = {
     "mpic": (RepairBudget(tokens=2), {}, [[2, 2]]),
     "first_k": (RepairBudget(share=0.5), {}, [[3, 5]]),
     "attention_sink": (None, {}, [[4, 4]]),
-    "vlcache": (0.4, {"schedules": {0.4: (0.7, 0.4, 0.1, 0.1)}}, [[4, 6], [2, 3], [0, 0], [0, 0]]),
+    "vlcache": (0.4, {"schedules": {0.4: (0.6, 0.6, 0.1, 0.1)}}, [[3, 5], [3, 5], [0, 0], [0, 0]]),
 }
 
 
