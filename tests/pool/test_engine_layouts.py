@@ -115,7 +115,7 @@ def pages_of(case, kv):
 def chunk_of(case, tokens=7, length=6):
     layout = case.layout
     kv = kv_of(layout, tokens, 1, dtype=case.dtype)
-    return kvp.Chunk(kv, local_of(layout, tokens), tokens, length, "B", layout, "tiny")
+    return kvp.Chunk(kv, local_of(layout, tokens), tokens, length, "B", layout, "tiny", content="given")
 
 
 @cases
