@@ -130,7 +130,7 @@ def test_every_channel_turns_by_its_own_rope():
 def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank():
     """Of layers 0 to 2, where two channels keep one row each; in the others nothing changes."""
     base, target = mixed_kv(), mixed_kv(1)
-    chunk = Chunk(base, LOCALS, 6, 6, "page", MIXED, "backbone")
+    chunk = Chunk(base, LOCALS, 6, 6, "page", MIXED, "backbone", content="given")
     whole, left = form_patch(chunk, target, 6, (), layers=(0, 1, 2), method="exact", dense=False), []
     for rank in (2, 6):
         factors = {name: (placed(np.where(np.arange(6) < rank, u, 0)), v) for name, (u, v) in whole.factors.items()}
