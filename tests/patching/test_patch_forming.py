@@ -84,14 +84,14 @@ def test_a_rank_beyond_the_chunk_is_capped_and_restores_everything():
 
 
 def test_channels_may_have_ranks_of_their_own_or_none():
-    chunk = chunk_of("mla")
+    chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk)
     expected = placed_in_float64(chunk.layout, conditioned, chunk.local, 5)
-    only = kvp.form_patch(chunk, conditioned, {"kpe": 4, "ckv": 0}, A)
-    assert only.ranks == {"ckv": 0, "kpe": 4}
+    only = kvp.form_patch(chunk, conditioned, {"v": 0, "k": 4}, A, method="exact")
+    assert only.ranks == {"k": 4, "v": 0}
     found = kvp.apply_patch(chunk, only, 5, A)
-    assert (found["ckv"] == chunk.kv["ckv"]).all()
-    assert error({"kpe": found["kpe"]}, {"kpe": expected["kpe"]}) < 2e-5
+    assert (found["v"] == chunk.kv["v"]).all()
+    assert error({"k": found["k"]}, {"k": expected["k"]}) < 2e-5
 
 
 def test_a_patch_is_padded_with_its_chunk():
@@ -189,14 +189,14 @@ def test_larger_patches_are_predicted_to_leave_less_and_padding_plays_no_part():
 
 
 def test_a_patch_that_would_not_help_is_refused():
-    """Attention reads the same of tokens in another order, though their deficit is large: one direction only harms."""
+    """Attention reads the same of tokens in another order, though their deficit is large: directions of keys only harm."""
     chunk = chunk_of("gqa", length=24)
     moved = {name: np.roll(np.asarray(value), 1, axis=1) for name, value in chunk.kv.items()}
     moved["v"] = moved["v"] + 1e-3
-    forced = kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact", force=True)
+    forced = kvp.form_patch(chunk, moved, {"k": 4}, A, method="exact", force=True)
     assert forced.predicted > 1
     with pytest.raises(WorseThanBlindError, match="force=True"):
-        kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact")
+        kvp.form_patch(chunk, moved, {"k": 4}, A, method="exact")
     # Nothing was absorbed, so nothing is refused: there is nothing to lose.
     assert kvp.form_patch(chunk, dict(chunk.kv), 4, A).predicted == 0
 
