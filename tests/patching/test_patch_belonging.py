@@ -24,7 +24,7 @@ def page(**more) -> kvp.Chunk:
 
 
 def form(chunk: kvp.Chunk, antecedent: Any = A, seed: int = 9, **more) -> kvp.Patch:
-    return kvp.form_patch(chunk, conditioned_of(chunk, seed=seed), 4, antecedent, **more)
+    return kvp.form_patch(chunk, conditioned_of(chunk, seed=seed), 4, antecedent, method="exact", **more)
 
 
 def twice_as_far(chunk: kvp.Chunk) -> kvp.Chunk:

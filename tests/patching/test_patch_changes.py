@@ -282,7 +282,7 @@ def test_a_whole_patch_gives_the_conditioned_transition(name: str):
     # No patch is one rotation, and a patch of rows alone leaves every bit of the transition.
     blind, alone = (
         placed_kv(chunk),
-        placed_kv(chunk, kvp.form_patch(chunk, target, {"rows": 2}, A), antecedent=A),
+        placed_kv(chunk, kvp.form_patch(chunk, target, {"rows": 2}, A, **EXACT), antecedent=A),
     )
     for part in layout.parts:
         assert (blind[part.name] == chunk.kv[part.name]).all()
