@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvpatch_jax import joined
 from kvpatch_jax.core import (
@@ -28,6 +26,7 @@ from tests.shared.transition_cases import LAYOUT, LAYOUTS, LINEAR, PARTS, PLAIN,
 
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 4, 8), (2, 12, 2, 8), (2, 12, 2, 6)))
+COMPOSE = jax.jit(compose)
 GRADIENTS = jax.jit(jax.grad(lambda q, k, v, mask: attention_with_lse(q, k, v, mask)[0].sum(), argnums=(0, 1, 2)))
 
 
@@ -70,17 +69,14 @@ def test_a_readout_without_a_mask_reads_all_by_a_scale_that_may_be_traced():
     expect_close(scaled, softmax_attention(everything, 0.3))
 
 
-@given(cuts=st.sampled_from([(), (6,), (3, 9), (6, 9), (3, 6, 9)]), masked=st.booleans())
-def test_merging_a_split_is_the_union(cuts: tuple[int, ...], masked: bool):
+@pytest.mark.parametrize("cuts", [(4,), (8,), (4, 8)])
+def test_merging_a_split_is_the_union(cuts: tuple[int, ...]):
     """Of segments of few lengths, because each is compiled."""
-    mask = np.random.default_rng(1).random((2, 5, 12)) > 0.4 if masked else None
+    mask = np.random.default_rng(1).random((2, 5, 12)) > 0.4
     edges = [0, *cuts, 12]
-    parts = [
-        attention_with_lse(Q, K[:, a:b], V[:, a:b], None if mask is None else placed(mask[..., a:b]))
-        for a, b in itertools.pairwise(edges)
-    ]
+    parts = [attention_with_lse(Q, K[:, a:b], V[:, a:b], placed(mask[..., a:b])) for a, b in itertools.pairwise(edges)]
     o, lse = merge_readouts(*reversed(parts), empty_readout(6))
-    whole, whole_lse = attention_with_lse(Q, K, V, None if mask is None else placed(mask))
+    whole, whole_lse = attention_with_lse(Q, K, V, placed(mask))
     np.testing.assert_allclose(o, whole, atol=2e-6)
     np.testing.assert_allclose(lse, whole_lse, atol=2e-6)
 
@@ -105,7 +101,7 @@ def test_what_is_masked_does_not_reach_a_readout_nor_its_derivative(bad: float):
     # A bad slot reaches those queries that read it: query heads 2 and 3 read KV head 1.
     causal, spoilt = np.arange(12) <= np.array([3, 11, 8, 9, 0])[:, None], np.zeros((2, 5, 4), bool)
     spoilt[0, [1, 3], 2:] = True
-    o, lse = attention_with_lse(Q, K, changed(V, (0, 9, 1), bad), placed(causal))
+    o, lse = attention_with_lse(Q, K, changed(V, (0, 9, 1), bad), placed(np.broadcast_to(causal, (2, 5, 12))))
     for found in (np.isnan(o).all(-1), np.isnan(o).any(-1), np.isnan(lse)):
         np.testing.assert_array_equal(found, spoilt)
     # A query that reads nothing is empty_readout.
@@ -141,7 +137,7 @@ def test_stretches_are_composed_as_matrices_are():
     """Stretches of fewer tokens than the convolution reads among them, and one of none."""
     lengths = [4, 1, 0, 2, 7]
     stretches = [stretch(length, seed) for seed, length in enumerate(lengths)]
-    for count in range(1, len(lengths) + 1):
+    for count in (2, 3, 5):
         close(fold(stretches[:count], lengths[:count]), composed(stretches[:count], lengths[:count]), 1e-5)
     # Composition is associative.
     front, behind = fold(stretches[:2], lengths[:2]), fold(stretches[2:], lengths[2:])
@@ -151,7 +147,7 @@ def test_stretches_are_composed_as_matrices_are():
 def test_rows_of_a_batch_may_have_lengths_of_their_own():
     lengths, batch = (1, 2, 5), (3,)
     first, second = stretch(9, 0, batch), stretch(9, 1, batch)
-    found = compose(first, second, jnp.array(lengths))
+    found = COMPOSE(first, second, np.array(lengths))
     for row, length in enumerate(lengths):
         pieces = [{name: value[:, row] for name, value in parts.items()} for parts in (first, second)]
         close({name: np.asarray(value)[:, row] for name, value in found.items()}, composed(pieces, [9, length]), 1e-5)
@@ -161,7 +157,7 @@ def test_no_tokens_change_nothing():
     parts = stretch(5, 0, (2,))
     nothing = identity(LAYOUT, (2,))
     check_parts(LAYOUT, nothing, "nothing", (2,))
-    for found in (compose(nothing, parts, 5), compose(parts, nothing, 0)):
+    for found in (COMPOSE(nothing, parts, 5), COMPOSE(parts, nothing, 0)):
         close(found, {name: value.astype(np.float64) for name, value in parts.items()}, 1e-6)
     assert identity(PLAIN) == {}
     assert identity(LAYOUT, tail_dtype=jnp.bfloat16)["tail"].dtype == jnp.bfloat16

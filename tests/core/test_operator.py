@@ -130,11 +130,11 @@ def test_every_channel_turns_by_its_own_rope():
 def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank():
     """Of layers 0 to 2, where two channels keep one row each; in the others nothing changes."""
     base, target = mixed_kv(), mixed_kv(1)
-    chunk = Chunk(base, LOCALS, 6, 6, "page", MIXED, "backbone")
-    left = []
+    chunk = Chunk(base, LOCALS, 6, 6, "page", MIXED, "backbone", content="given")
+    whole, left = form_patch(chunk, target, 6, (), layers=(0, 1, 2), method="exact", dense=False), []
     for rank in (2, 6):
-        patch = form_patch(chunk, target, rank, (), layers=(0, 1, 2), method="exact", dense=False)
-        rows = apply_patch(chunk, patch, START)
+        factors = {name: (placed(np.where(np.arange(6) < rank, u, 0)), v) for name, (u, v) in whole.factors.items()}
+        rows = apply_patch(chunk, Patch(factors, whole.metadata), START)
         wanted, plain, error = expected(target, START), expected(base, START), 0.0
         for name in rows:
             covered = np.isin(MIXED.layers_of(name), (0, 1, 2))
@@ -160,14 +160,16 @@ def factors_of(layout: KVLayout, tokens: int, layers: int, dtype=jnp.float32, ra
     return {c.name: (normal(layers, tokens, rank), normal(layers, rank, c.features)) for c in layout.channels}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", LAYOUTS)
+FORMS = [("gqa", jnp.bfloat16), *zip(LAYOUTS, itertools.cycle((jnp.float32, jnp.bfloat16)), strict=False)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMS)
 def test_the_operator_is_its_definition_in_every_layout(name: str, dtype):
     """Of factors of one layer alone, in float64 by complex numbers."""
     layout = LAYOUTS[name]
-    kv, local, start = kv_of(layout, 12, dtype=dtype), local_of(layout, 12), np.int32(70)
+    kv, local, start = kv_of(layout, 24, dtype=dtype), local_of(layout, 24), np.int32(70)
     start = start if layout.rope.axes is None else np.array([70, 3, 999_000], np.int32)
-    factors = factors_of(layout, 12, 1)
+    factors = factors_of(layout, 24, 1)
     found = ops.jitted_apply(layout, kv, factors, local, start, layers=(1,))
     patched = {key: np.array(value).astype(np.float64) for key, value in kv.items()}
     for key, (u, v) in factors.items():
@@ -176,15 +178,13 @@ def test_the_operator_is_its_definition_in_every_layout(name: str, dtype):
         assert_one_rounding(found[key], value, dtype)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_no_patch_is_one_rotation_bit_for_bit(name: str):
-    for dtype in (jnp.float32, jnp.bfloat16):
-        chunk = chunk_of(name, dtype=dtype, content="given")
-        empty = Patch({}, patch_for(chunk=chunk).metadata)
-        turned = to_engine(chunk.layout, chunk.kv, chunk.local, 20)
-        for patch in (None, empty):
-            found = apply_patch(chunk, patch, 20, ["A"])
-            assert all(np.array_equal(found[c], turned[c]) and found[c].dtype == dtype for c in chunk.layout.names)
+@pytest.mark.parametrize(("name", "dtype"), FORMS)
+def test_no_patch_is_one_rotation_bit_for_bit(name: str, dtype):
+    chunk = chunk_of(name, dtype=dtype, content="given")
+    turned = to_engine(chunk.layout, chunk.kv, chunk.local, 20)
+    for patch in (None, Patch({}, patch_for(chunk=chunk).metadata)):
+        found = apply_patch(chunk, patch, 20, ["A"])
+        assert all(np.array_equal(found[c], turned[c]) and found[c].dtype == dtype for c in chunk.layout.names)
 
 
 def test_layer_by_layer_is_bit_equal_to_all_at_once():
@@ -245,7 +245,7 @@ def test_no_product_is_held_for_more_than_one_layer(program: str):
 def test_no_layer_but_one_of_an_encoded_chunk_is_unpacked_at_a_time():
     layout, tokens = KVLayout.gqa(16, 4, 64, Rope(1e4, 64)), 128
     kv = kv_of(layout, tokens, dtype=jnp.bfloat16)
-    chunk = Chunk(kv, np.arange(tokens, dtype=np.int32), tokens, tokens, "c", layout, "tiny")
+    chunk = Chunk(kv, np.arange(tokens, dtype=np.int32), tokens, tokens, "c", layout, "tiny", content="given")
     packed = encode_chunk(chunk, "k4v4")
     lowered = ops.jitted_apply.lower(layout, dict(packed.kv), {}, chunk.local, np.int32(3))
     memory = lowered.compile().memory_analysis()

@@ -91,7 +91,7 @@ def test_cosines_of_far_positions_are_exact_to_float32(name: str):
 @pytest.mark.parametrize("name", ["gqa", "mha", "blocked", "yarn"])
 def test_frames_invert_and_relocation_is_the_engine_frame_at_the_new_place(name: str):
     layout = LAYOUTS[name]
-    kv, local, old = kv_of(layout, 12), local_of(layout, 12), starts(layout, 999_000)
+    kv, local, old = kv_of(layout, 24), local_of(layout, 24), starts(layout, 999_000)
     engine, there = (kvp.to_engine(layout, kv, local, start) for start in (old, 17))
     expected = placed_in_float64(layout, kv, local, old)
     back, moved = kvp.to_phase_free(layout, engine, local, old), kvp.relocate(layout, engine, old, 17)
@@ -110,17 +110,17 @@ def test_frames_invert_and_relocation_is_the_engine_frame_at_the_new_place(name:
 def test_bfloat16_is_rounded_once(name: str):
     """Of the stored numbers, and of another engine's keys, which are turned by the difference alone."""
     layout = LAYOUTS[name]
-    kv, local = kv_of(layout, 12, dtype=jnp.bfloat16), local_of(layout, 12)
+    kv, local = kv_of(layout, 24, dtype=jnp.bfloat16), local_of(layout, 24)
     engine = kvp.to_engine(layout, kv, local, 100_000)
     assert_one_rounding(engine["k"], placed_in_float64(layout, kv, local, 100_000)["k"])
     moved = kvp.relocate(layout, engine, 100_000, 31)
-    assert_one_rounding(moved["k"], turned(layout.rope, np.asarray(engine["k"]), np.full(12, 31 - 100_000)))
+    assert_one_rounding(moved["k"], turned(layout.rope, np.asarray(engine["k"]), np.full(24, 31 - 100_000)))
     assert moved["v"] is engine["v"] is kv["v"]
 
 
 def test_relocating_compiles_one_program():
     layout = LAYOUTS["blocked"]
-    kv, local = kv_of(layout, 20), local_of(layout, 20)
+    kv, local = kv_of(layout, 24), local_of(layout, 24)
     engine = kvp.to_engine(layout, kv, local, 3)
     jax.block_until_ready(engine)
     with compilations() as compiled:
@@ -255,7 +255,7 @@ def test_positions_beyond_int32_are_refused_not_wrapped(unchecked):
 
 def test_what_would_broadcast_or_round_is_refused(unchecked):
     layout = LAYOUTS["gqa"]
-    kv, local = kv_of(layout, 6), local_of(layout, 6)
+    kv, local = kv_of(layout, 24), local_of(layout, 24)
     engine, batch = kvp.to_engine(layout, kv, local, 0), kv_of(layout, 5, batch=(2,))
     for error, call in (
         (InputError, lambda: kvp.to_engine(layout, batch, np.arange(5), np.zeros(3, np.int32))),

@@ -353,7 +353,7 @@ def test_passages_stand_behind_the_text_before_them_or_another_documents(backbon
 def context(monkeypatch) -> PromptContext:
     """A small context in place of every one that is drawn."""
     ids = np.random.default_rng(0).integers(3, 250, 48).astype(np.int32)
-    context = PromptContext(ids[:40], passage_parts((11, 19, 33, 40)), ids[40:44], ids[44:], 3)
+    context = PromptContext(ids[:40], passage_parts((11, 22, 33, 40)), ids[40:44], ids[44:], 3)
     monkeypatch.setattr(infoflow, "draw_prompt", lambda *arguments: context)
     for name, value in {"CONTEXT": 40, "PASSAGES": 4, "FOLLOW": 4}.items():
         monkeypatch.setattr(infoflow, name, value)

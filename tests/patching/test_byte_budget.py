@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -112,7 +113,9 @@ DIRECTION = {("gqa", "float32"): 4 * (24 + 32), ("gqa", "int8"): 24 + 32 + 8, ("
 """Bytes of one direction of the widest channel: 24 tokens and 32 features, and scales."""
 
 
-@pytest.mark.parametrize(("kind", "dtype"), DIRECTION)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*[*DIRECTION][::2], pytest.param("gqa", "int8", marks=pytest.mark.nightly)]
+)
 def test_bytes_never_exceed_the_budget_and_none_are_left_for_another_direction(kind, dtype):
     chunk = chunk_of(kind, length=21)
     kv = conditioned(chunk)
@@ -149,7 +152,7 @@ def test_a_share_is_of_the_chunk_in_16_bits_and_has_a_floor():
     assert ByteBudget.share(CHUNK, 0.25, 0.1) == ByteBudget(share // 4, 0.1)
     assert (parse_size("15 %", "patch"), parse_size("12 kB", "patch")) == ((0.15, True), (12_000, False))
     kv = conditioned()
-    assert kvp.form_patch(CHUNK, kv, "40 %", A, dense=False).nbytes <= 0.4 * share
+    assert kvp.form_patch(CHUNK, kv, "20 %", A, dense=False).nbytes <= 0.2 * share
     floor = kvp.form_patch(CHUNK, kv, "0.0001 %", A, dense=False)
     # As many on average, spent where they are needed most.
     ranks = [rank for own in floor.factors.values() for rank in own.ranks]
@@ -188,6 +191,7 @@ SLOPES = {
     "k": np.array([[1, -0.2, 0.6, 0.9], [0.3, 0.1, -0.5, 0.8]]),
     "v": np.array([[1e-6, 2, 0.5, 1], [0.1, 0.3, 0.2, 0.4]]),
 }
+SCORE = jax.jit(lambda kv: sum(jnp.einsum("lbtkh,lh->b", kv[name], slope) for name, slope in SLOPES.items()))
 
 
 class LinearReader:
@@ -206,7 +210,7 @@ class LinearReader:
         if context is None:
             kv = {name: np.full((2, rows, count, 1, 4), 0.1, np.float32) for name in "kv"}
             return Output(np.zeros((rows, 1, 2)), kv, {})
-        score = sum(jnp.einsum("lbtkh,lh->b", context[name], slope) for name, slope in SLOPES.items())
+        score = SCORE({name: context[name] for name in SLOPES})
         logits = jnp.stack([jnp.zeros_like(score), score], axis=-1)
         return Output(jnp.broadcast_to(logits[:, None], (rows, count, 2)), {}, {})
 

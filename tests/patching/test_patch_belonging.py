@@ -24,7 +24,7 @@ def page(**more) -> kvp.Chunk:
 
 
 def form(chunk: kvp.Chunk, antecedent: Any = A, seed: int = 9, **more) -> kvp.Patch:
-    return kvp.form_patch(chunk, conditioned_of(chunk, seed=seed), 4, antecedent, **more)
+    return kvp.form_patch(chunk, conditioned_of(chunk, seed=seed), 4, antecedent, method="exact", **more)
 
 
 def twice_as_far(chunk: kvp.Chunk) -> kvp.Chunk:
@@ -67,18 +67,18 @@ def test_a_patch_serves_no_other_chunk(chunk, patch, words: str):
         kvp.accumulate(kvp.accumulate(None, conditioned_of(chunk), chunk, A), conditioned_of(other), other, A)
     # How angles are computed is no part of what is stored, nor are the numbers that are packed another encoding.
     floats = dataclasses.replace(chunk, layout=chunk.layout.with_angles("float32"))
-    kvp.apply_patch(floats, patch, 3, A)
+    kvp.Placed(floats, patch, 3, A)
     packed = kvp.encode_chunk(page(), "k4v4")
-    kvp.apply_patch(kvp.cache.decode_chunk(packed), form(packed), 3, A)
+    kvp.Placed(kvp.cache.decode_chunk(packed), form(packed), 3, A)
 
 
 def test_what_is_unknown_of_a_chunk_differs_from_nothing(chunk, patch):
     for word in ("content", "places"):
         key = dataclasses.replace(patch.metadata.chunk, **{word: None})
         unknown = kvp.Patch(patch.factors, dataclasses.replace(patch.metadata, chunk=key))
-        kvp.apply_patch(page(seed=1) if word == "content" else twice_as_far(chunk), unknown, 3, A)
+        kvp.Placed(page(seed=1) if word == "content" else twice_as_far(chunk), unknown, 3, A)
     # Positions are equal whatever their dtype.
-    kvp.apply_patch(dataclasses.replace(chunk, local=np.asarray(chunk.local).astype(np.int32)), patch, 3, A)
+    kvp.Placed(dataclasses.replace(chunk, local=np.asarray(chunk.local).astype(np.int32)), patch, 3, A)
 
 
 def test_a_base_is_the_one_that_the_patch_was_formed_of(chunk, patch):
@@ -126,7 +126,7 @@ def test_a_patch_behind_approximate_kv_serves_behind_that_alone(chunk):
         for antecedent in (["A1"], [Member("A1", None, OTHER)]):
             with pytest.raises(StalePatchError, match=f"'A1' with KV {BARE}; expected"):
                 kvp.apply_patch(chunk, derived, 3, antecedent)
-        kvp.apply_patch(chunk, derived, 3, [Member("A1", None, BARE)])
+        kvp.Placed(chunk, derived, 3, [Member("A1", None, BARE)])
     correction = kvp.correction_patch(chunk, patch, conditioned_of(chunk, seed=2), 4, [Member("C", "three")])
     assert correction.metadata.base_antecedent == behind
     assert kvp.update_patch(patch, correction).metadata.antecedent == Antecedent.of(Member("C", "three"))

@@ -40,7 +40,7 @@ def with_noise_behind(chunk: kvp.Chunk, conditioned: dict) -> dict:
     return {name: placed(np.where(live, value, 1e3), np.float32) for name, value in conditioned.items()}
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "blocked"])
+@pytest.mark.parametrize("name", ["gqa", "mla", pytest.param("blocked", marks=pytest.mark.nightly)])
 def test_a_deficit_of_low_rank_is_restored_at_every_start(name: str):
     chunk = chunk_of(name)
     conditioned = conditioned_of(chunk)
@@ -73,39 +73,38 @@ def test_what_a_rank_leaves_is_what_the_singular_values_leave(name: str, method,
 
 def test_a_rank_beyond_the_chunk_is_capped_and_restores_everything():
     """By its tokens or its features; as the deficit itself where factors would not be smaller."""
-    chunk = chunk_of("mla", length=20)
-    conditioned = with_noise_behind(chunk, kv_of(chunk.layout, 24, seed=7))
-    for dense, ranks in ((True, (None, None)), (False, (20, 16))):
-        patch = kvp.form_patch(chunk, conditioned, 99, A, dense=dense)
+    for name, still, dense, ranks in (("gqa", "v", True, (None, None)), ("mla", "ckv", False, (20, 16))):
+        chunk = chunk_of(name, length=20)
+        conditioned = with_noise_behind(chunk, kv_of(chunk.layout, 24, seed=7))
+        patch = kvp.form_patch(chunk, conditioned, 99, A, method="exact", dense=dense)
         assert tuple(patch.ranks.values()) == ranks
         found = kvp.apply_patch(chunk, patch, 5, A)
         assert error(found, placed_in_float64(chunk.layout, conditioned, chunk.local, 5), 20) < 3e-5
-        np.testing.assert_array_equal(found["ckv"][:, 20:], chunk.kv["ckv"][:, 20:])
+        np.testing.assert_array_equal(found[still][:, 20:], chunk.kv[still][:, 20:])
 
 
 def test_channels_may_have_ranks_of_their_own_or_none():
-    chunk = chunk_of("mla")
+    chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk)
     expected = placed_in_float64(chunk.layout, conditioned, chunk.local, 5)
-    patch = kvp.form_patch(chunk, conditioned, {"ckv": 4, "kpe": 16}, A)
-    assert patch.ranks == {"ckv": 4, "kpe": None}
-    assert error(kvp.apply_patch(chunk, patch, 5, A), expected) < 2e-5
-    only = kvp.form_patch(chunk, conditioned, {"kpe": 4, "ckv": 0}, A)
-    assert only.ranks == {"ckv": 0, "kpe": 4}
+    only = kvp.form_patch(chunk, conditioned, {"v": 0, "k": 4}, A, method="exact")
+    assert only.ranks == {"k": 4, "v": 0}
     found = kvp.apply_patch(chunk, only, 5, A)
-    assert (found["ckv"] == chunk.kv["ckv"]).all()
-    assert error({"kpe": found["kpe"]}, {"kpe": expected["kpe"]}) < 2e-5
+    assert (found["v"] == chunk.kv["v"]).all()
+    assert error({"k": found["k"]}, {"k": expected["k"]}) < 2e-5
 
 
 def test_a_patch_is_padded_with_its_chunk():
     chunk = chunk_of("gqa")
     narrow, dense = (kvp.form_patch(chunk, conditioned_of(chunk), rank, A) for rank in (4, 24))
-    for patch in (narrow, kvp.quantise(dense, jnp.int8)):
-        wide, own = kvp.apply_patch(chunk.pad(32), patch.pad(32), 3, A), kvp.apply_patch(chunk, patch, 3, A)
-        for name in own:
-            np.testing.assert_allclose(wide[name][:, :24], own[name], atol=1e-6)
-            assert not wide[name][:, 24:].any()
-        assert patch.pad(24).ranks == patch.ranks
+    few = kvp.quantise(dense, jnp.int8)
+    served = kvp.apply_patch(chunk.pad(32), narrow.pad(32), 3, A), kvp.apply_patch(chunk, narrow, 3, A)
+    for wide, narrower in (served, (few.pad(32).factors, few.factors)):
+        for name in "kv":
+            value = np.asarray(wide[name])
+            np.testing.assert_allclose(value[:, :24], np.asarray(narrower[name]), atol=1e-6)
+            assert not value[:, 24:].any()
+    assert [patch.pad(24).ranks for patch in (narrow, few)] == [narrow.ranks, few.ranks]
     with pytest.raises(ShapeError, match="at least 24"):
         narrow.pad(12)
     with pytest.raises(ShapeError, match="24 tokens, batch None; expected the chunk's 32"):
@@ -153,10 +152,10 @@ def read(kv: dict, kind: str, queries: np.ndarray, length: int) -> np.ndarray:
     return np.einsum("kps,ske->pke", weights, values[:length])
 
 
-@pytest.mark.parametrize(("kind", "tokens", "bar"), [("gqa", 64, 1e-4), ("mla", 24, 0.1)])
-def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str, tokens: int, bar: float):
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str):
     """Against NumPy, layer by layer: patched and blind readouts, relative to those of the conditioned KV."""
-    chunk = chunk_of(kind, tokens, length=tokens - 4 * (tokens < 64))
+    chunk = chunk_of(kind, length=20)
     conditioned = conditioned_of(chunk, rank=9)
     patch = kvp.form_patch(chunk, conditioned, 4, A)
 
@@ -167,21 +166,20 @@ def test_errors_are_those_of_attention_by_the_chunks_own_keys(kind: str, tokens:
         base = {name: np.asarray(value[layer], np.float64) for name, value in chunk.kv.items()}
         patched = {name: base[name] + np.asarray(corrected[name][layer], np.float64) for name in base}
         keys = np.concatenate([truth["ckv"], truth["kpe"]], -1) if kind == "mla" else truth["k"]
-        queries = keys[: chunk.length]
+        queries = keys[np.arange(64) % 20]  # 64 of them read, of a shorter chunk some again
         own = read(truth, kind, queries, chunk.length)
         for place, kv in enumerate((patched, base)):
             expected[place] += np.linalg.norm(read(kv, kind, queries, chunk.length) - own) / np.linalg.norm(own)
     expected /= chunk.layout.layers
-    # A chunk of fewer tokens than probes reads some of them twice, which changes the mean a little.
-    np.testing.assert_allclose(patch.metadata.errors, expected, rtol=bar)
+    np.testing.assert_allclose(patch.metadata.errors, expected, rtol=1e-4)
     assert patch.predicted == pytest.approx((patch.metadata.errors[0] / patch.metadata.errors[1]) ** 2)
 
 
 def test_larger_patches_are_predicted_to_leave_less_and_padding_plays_no_part():
     chunk = chunk_of("gqa", length=20)
     conditioned = conditioned_of(chunk, rank=12)
-    form = lambda rank, kv=conditioned: kvp.form_patch(chunk, kv, rank, A, dense=False)
-    left = [form(rank).predicted for rank in (4, 12)]
+    form = lambda rank, kv=conditioned: kvp.form_patch(chunk, kv, rank, A)
+    left = [form(rank).predicted for rank in (4, 24)]
     assert left == sorted(left, reverse=True)
     assert left[-1] < 1e-6 < left[0]
     patch = form(4)
@@ -191,14 +189,14 @@ def test_larger_patches_are_predicted_to_leave_less_and_padding_plays_no_part():
 
 
 def test_a_patch_that_would_not_help_is_refused():
-    """Attention reads the same of tokens in another order, though their deficit is large: one direction only harms."""
+    """Attention reads the same of tokens in another order, though their deficit is large: few directions only harm."""
     chunk = chunk_of("gqa", length=24)
     moved = {name: np.roll(np.asarray(value), 1, axis=1) for name, value in chunk.kv.items()}
     moved["v"] = moved["v"] + 1e-3
-    forced = kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact", force=True)
+    forced = kvp.form_patch(chunk, moved, {"k": 4}, A, method="exact", force=True)
     assert forced.predicted > 1
     with pytest.raises(WorseThanBlindError, match="force=True"):
-        kvp.form_patch(chunk, moved, {"k": 1}, A, method="exact")
+        kvp.form_patch(chunk, moved, {"k": 4}, A, method="exact")
     # Nothing was absorbed, so nothing is refused: there is nothing to lose.
     assert kvp.form_patch(chunk, dict(chunk.kv), 4, A).predicted == 0
 
@@ -238,7 +236,8 @@ def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
     return {name: placed(np.stack([own[name] for own in items], axis=1)) for name in batch.kv}
 
 
-@pytest.mark.parametrize(("name", "options"), [("blocked", {}), ("gqa", {"layers": (1,)})])
+@pytest.mark.parametrize("name", ["blocked", pytest.param("gqa", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("options", [{"layers": (1,)}, pytest.param({}, marks=pytest.mark.nightly)])
 def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
     """At one start, and at one for each."""
     batch = batch_of(name, length=20)
@@ -258,7 +257,7 @@ def test_a_batch_has_a_content_of_its_own():
     batch = batch_of("gqa")
     again, other = batch_of("gqa"), batch_of("gqa", seed=1)
     assert batch.content == again.content == batch.pad(32).content
-    patch = kvp.form_patch(batch, conditioned_batch(batch), 4, A)
+    patch = kvp.form_patch(batch, conditioned_batch(batch), 4, A, method="exact")
     for wrong in (other, *items_of(batch)):
         assert wrong.content != batch.content
         with pytest.raises(PatchMismatchError, match="content"):
@@ -268,7 +267,7 @@ def test_a_batch_has_a_content_of_its_own():
 def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
     batch = batch_of("gqa", content="given")
     conditioned = conditioned_batch(batch)
-    patch = kvp.form_patch(batch, conditioned, 4, A)
+    patch = kvp.form_patch(batch, conditioned, 4, A, method="exact")
     one, pool = chunk_of("gqa", content="given"), kvp.pool.make_pool(batch.layout, 6, 8, np.float32)
     sums, slots = kvp.accumulate(None, conditioned_of(one), one, A), np.arange(24, dtype=np.int32)
     with kvp.ChunkStore(tmp_path) as store:
@@ -317,7 +316,7 @@ def test_orders_updates_budgets_and_batches_compile_once():
             kvp.update_patch(patch, kvp.correction_patch(chunk, patch, orders[2], 4, ("C",)))
             small = kvp.form_patch(chunk, thick, ByteBudget(1200 + 100 * seed), A, dense=False)
             kvp.apply_patch(chunk, small, seed, A)
-            patch = kvp.form_patch(batch, behind, 4, A)
+            patch = kvp.form_patch(batch, behind, 4, A, method="exact")
             for start in (seed, np.arange(B) + 50 * seed):
                 kvp.apply_patch(batch, patch, start, A)
         programs.append((compiled, small.factors["k"].ranks))

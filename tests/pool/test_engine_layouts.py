@@ -115,7 +115,7 @@ def pages_of(case, kv):
 def chunk_of(case, tokens=7, length=6):
     layout = case.layout
     kv = kv_of(layout, tokens, 1, dtype=case.dtype)
-    return kvp.Chunk(kv, local_of(layout, tokens), tokens, length, "B", layout, "tiny")
+    return kvp.Chunk(kv, local_of(layout, tokens), tokens, length, "B", layout, "tiny", content="given")
 
 
 @cases
@@ -135,7 +135,7 @@ def test_pages_are_those_of_the_engine_and_come_back_with_every_bit(case):
     assert same(case.format.from_pages(case.layout, pages), pool)
 
 
-@cases
+@pytest.mark.parametrize("case", [*CASES.values()][1:], ids=[*CASES][1:])  # width 80 has all that width 128 has
 def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
     """Slots that are not named keep their bits, tokens before `first` are not written, padding becomes zero."""
     kv, _ = pool_of(case)

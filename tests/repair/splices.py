@@ -23,7 +23,7 @@ from kvpatch_jax.repair import (
 from tests.goldens.load import golden_config, merged, write_checkpoint
 from tests.shared.arrays import placed
 
-LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
+LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 9, 3
 LONG = 40
 """Tokens of a chunk of several pages."""
 TOKEN_METHODS = (

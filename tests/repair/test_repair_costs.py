@@ -61,8 +61,8 @@ def test_recomputed_tokens_cost_their_share_of_a_reprefill(backbone, spliced):
     costs, keys = backbone.forward_costs, splice.cache["k"].shape[2]
     expected = CHUNK * sum(costs.token[layer] + costs.pair[layer] * keys for layer in range(LAYERS))
     assert everything == pytest.approx(expected, rel=1e-6)
-    assert call("first_k", 3 / CHUNK).flops == everything * 3 / CHUNK + placing
-    schedules = {0.5: (1.0, 0.5, 0.25, 0.25)}
+    assert call("first_k", 4 / CHUNK).flops == everything * 4 / CHUNK + placing
+    schedules = {0.5: (1.0, 0.5, 0.5, 0.0)}
     assert call("vlcache", 0.5, schedules=schedules).flops == pytest.approx(everything / 2 + placing)
     layers = call("layer_reprefill", 0.25)
     assert layers.flops == pytest.approx(everything / 4 + placing)
@@ -77,7 +77,7 @@ def test_recomputed_tokens_cost_their_share_of_a_reprefill(backbone, spliced):
 
 def test_bytes_are_of_what_is_read_and_kept(backbone, spliced):
     splice, _ = spliced
-    call = lambda name, budget: METHODS[name](backbone, splice, budget).bytes
+    call = lambda name, budget: jax.eval_shape(lambda own: METHODS[name](backbone, own, budget), splice).bytes
     canonical, three = TOKEN * CHUNK * LAYERS, RepairBudget(tokens=3)
     read = TOKEN * (CHUNK - 3) * LAYERS
     assert call("blind", 0.0) == RepairBytes(canonical=canonical, moved=canonical)

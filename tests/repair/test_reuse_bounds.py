@@ -72,11 +72,11 @@ def test_tokens_that_are_not_chosen_and_padding_keep_their_bits(backbone, splice
     """What drops tokens below a layer equals a pass of all tokens in which the dropped ones are not written."""
     splice, _ = spliced
     splice = splice.replace(length=np.array([2, CHUNK]))
-    settings = {"schedules": {0.5: (1.0, 0.5, 0.25, 0.25)}} if name == "vlcache" else {}
+    settings = {"schedules": {0.5: (1.0, 0.5, 0.5, 0.0)}} if name == "vlcache" else {}
     repaired = METHODS[name](backbone, splice, 0.5 if settings else THREE, **settings)
     chosen, differs = np.asarray(repaired.chosen), changed(repaired.cache, splice.cache)
     assert not chosen[:, 0, 2:].any()
-    assert (chosen[:, 1].sum(-1) == (8, 4, 2, 2)).all() or not settings
+    assert (chosen[:, 1].sum(-1) == (8, 4, 4, 0)).all() or not settings
     assert not (differs & ~chosen).any()
     assert (differs | ~chosen)[1:].all()  # layer 0 does not depend on the antecedent
     everything = backbone.recompute(splice.tokens, splice.cache, splice.slots, keep=repaired.chosen).cache
@@ -177,21 +177,21 @@ def test_texts_among_images_with_deepstack_features_have_zeros():
 # -------------------------------------------------------------------------------------------------------------- hybrids
 
 
-@pytest.fixture(scope="module")
-def hybrid(_highest_precision) -> Any:
+@pytest.fixture
+def hybrid() -> Any:
     """A tiny hybrid, its chunk spliced blind behind another, and the cache that a prefill leaves."""
-    backbone = backbone_of("hybrid")
-    layout = backbone.layout
-    tokens = text_tokens(backbone, np.random.default_rng(0).integers(0, 100, (ROWS, BEFORE + 12)))
-    front, chunk = tokens.take(0, BEFORE), tokens.take(BEFORE, BEFORE + 12)
-    alone = chunk._replace(positions=chunk.positions - BEFORE)
-    units = kvp.patching.conditioned(backbone, [front, alone])
-    canonical = dict(backbone.prefill(alone).kv)
-    ahead = kvp.to_engine(layout, units[0], front.positions, 0)
-    place = lambda kv: dict(joined(ahead, kvp.to_engine(layout, kv, chunk.positions, 0)))
-    slots = np.broadcast_to(np.arange(BEFORE, BEFORE + 12), (ROWS, 12))
-    inputs = {"recorded": units[1], "canonical": canonical, "before": transition_of(ahead)}
-    return backbone, SplicedCache(chunk, place(canonical), slots, front=front, **inputs), place(units[1])
+    with jax.default_matmul_precision("default"):  # by programs of other rooms
+        backbone, layout = backbone_of("hybrid"), backbone_of("hybrid").layout
+        tokens = text_tokens(backbone, np.random.default_rng(0).integers(0, 100, (1, BEFORE + 12)))
+        front, chunk = tokens.take(0, BEFORE), tokens.take(BEFORE, BEFORE + 12)
+        alone = chunk._replace(positions=chunk.positions - BEFORE)
+        units = kvp.patching.conditioned(backbone, [front, alone])
+        canonical = dict(backbone.prefill(alone).kv)
+        ahead = kvp.to_engine(layout, units[0], front.positions, 0)
+        place = lambda kv: dict(joined(ahead, kvp.to_engine(layout, kv, chunk.positions, 0)))
+        slots = np.arange(BEFORE, BEFORE + 12)[None]
+        inputs = {"recorded": units[1], "canonical": canonical, "before": transition_of(ahead)}
+        yield backbone, SplicedCache(chunk, place(canonical), slots, front=front, **inputs), place(units[1])
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_splices_that_do_not_fit(backbone, spliced, unchecked):
     splice, chunks = spliced[0], r"repair\.chunks"
     recorded = {name: kv[:, :, :2] for name, kv in splice.recorded.items()}
     for kind_of_error, words, changes in (
-        (InputError, "got 18; expected 0 to 17", {"slots": splice.slots + SPARE + 1}),
+        (InputError, "got 24; expected 0 to 23", {"slots": splice.slots + SPARE + 1}),
         (ShapeError, "embeddings", {"tokens": splice.tokens.take(0, 5)}),
         (ShapeError, "seen", {"seen": np.ones((ROWS, 3), bool)}),
         (ShapeError, "length", {"length": np.ones((ROWS + 1,), np.int32)}),

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -40,7 +41,6 @@ from tests.repair.splices import (
     changed,
     error,
     make_splice,
-    one_row,
     prefilled,
     text_tokens,
     tiny_backbone,
@@ -167,7 +167,7 @@ DEFINITIONS = {
     "infoflow": Definition(infoflow),
     "infoflow norm": Definition(lambda row, count: infoflow(row, count, "norm"), settings={"reading": "norm"}),
     "infoflow head_norm": Definition(
-        lambda row, count: infoflow(row, count, "head_norm"), 1, {"reading": "head_norm", "whole_layers": 1}
+        lambda row, count: infoflow(row, count, "head_norm"), 2, {"reading": "head_norm", "whole_layers": 2}
     ),
     "prophetkv": Definition(prophetkv),
     "quest": Definition(quest, settings={"page": PAGE}),
@@ -234,7 +234,7 @@ PROMPT = {
     "mpic": (RepairBudget(tokens=2), {}, [[2, 2]]),
     "first_k": (RepairBudget(share=0.5), {}, [[3, 5]]),
     "attention_sink": (None, {}, [[4, 4]]),
-    "vlcache": (0.4, {"schedules": {0.4: (0.7, 0.4, 0.1, 0.1)}}, [[4, 6], [2, 3], [0, 0], [0, 0]]),
+    "vlcache": (0.4, {"schedules": {0.4: (0.6, 0.6, 0.1, 0.1)}}, [[3, 5], [3, 5], [0, 0], [0, 0]]),
 }
 
 
@@ -260,14 +260,15 @@ LENGTHS, STARTS = (5, 7, 4), (0, 5, 12)
 
 @pytest.fixture(scope="module")
 def chunks(kind) -> Any:
-    """Three cached chunks behind one another, and a question."""
-    backbone = tiny_backbone(kind)
+    """Three cached chunks behind one another, and a question, of one row."""
+    backbone, row = tiny_backbone(kind), lambda tree, axis=0: jax.tree.map(lambda leaf: np.take(leaf, [1], axis), tree)
     tokens = text_tokens(backbone, np.random.default_rng(3).integers(0, 300, (ROWS, sum(LENGTHS) + ASKED)))
     pieces = []
     for start, length in zip(STARTS, LENGTHS, strict=True):
         part = tokens.take(start, start + length)
-        pieces.append(PromptPiece(part, prefilled(backbone, part._replace(positions=part.positions - start)).kv))
-    question = tokens.take(sum(LENGTHS), sum(LENGTHS) + ASKED)
+        kv = prefilled(backbone, part._replace(positions=part.positions - start)).kv
+        pieces.append(PromptPiece(row(part), row(kv, 1)))
+    question = row(tokens.take(sum(LENGTHS), sum(LENGTHS) + ASKED))
     return backbone, splice_prompt(backbone, pieces).replace(question=question), pieces
 
 
@@ -278,7 +279,7 @@ def chunks(kind) -> Any:
 def test_geometries_place_chunks_and_question_as_infoflow_says(chunks, geometry, starts, asked):
     backbone, splice, pieces = chunks
     question, cache = placed_for_scoring(backbone.layout, splice, geometry)
-    assert np.asarray(question.positions).reshape(ROWS, ASKED, -1)[:, 0, 0].tolist() == [asked] * ROWS
+    assert np.asarray(question.positions).reshape(ASKED, -1)[0, 0] == asked
     for piece, place, start, length in zip(pieces, STARTS, starts, LENGTHS, strict=True):
         moved = kvp.to_engine(backbone.layout, piece.kv, np.asarray(piece.tokens.positions) - place, start)
         for name, value in moved.items():
@@ -288,20 +289,19 @@ def test_geometries_place_chunks_and_question_as_infoflow_says(chunks, geometry,
 def test_the_chunk_that_the_question_looks_at_most_is_served_last(chunks):
     """The new order is the splice that would have been made of it."""
     backbone, splice, pieces = chunks
-    score = np.zeros((ROWS, sum(LENGTHS)))
-    score[:, [0, 1, 2]], score[:, [6, 7]], score[1, 12:] = 1.0, (5.0, 0.5), -np.inf  # the last are padding
-    np.testing.assert_allclose(chunk_scores(splice, placed(score), 0.25), [[1.0, 5.5, 0.0]] * ROWS)
+    score = np.zeros((1, sum(LENGTHS)))
+    score[:, [0, 1, 2]], score[:, [6, 7]], score[:, 12:] = 1.0, (5.0, 0.5), -np.inf  # the last are padding
+    np.testing.assert_allclose(chunk_scores(splice, placed(score), 0.25), [[1.0, 5.5, 0.0]])
 
-    row = one_row(splice, 1)
-    mass = np.asarray(question_scores(backbone, row, geometry="hl_tp"))[0]
+    mass = np.asarray(question_scores(backbone, splice, geometry="hl_tp"))[0]
     order = np.argsort([mass[start : start + length].sum() for start, length in zip(STARTS, LENGTHS, strict=True)])
-    moved, start, parts = reordered_by_question(backbone, row, share=1.0), 0, []
+    moved, start, parts = reordered_by_question(backbone, splice, share=1.0), 0, []
     for number in order.tolist():
         piece = pieces[number]
         positions = np.asarray(piece.tokens.positions) + start - STARTS[number]
         parts.append(PromptPiece(piece.tokens._replace(positions=positions), piece.kv))
         start += LENGTHS[number]
-    expected = one_row(splice_prompt(backbone, parts), 1)
+    expected = splice_prompt(backbone, parts)
     assert moved.chunks == expected.chunks != splice.chunks
     np.testing.assert_array_equal(moved.tokens.positions, expected.tokens.positions)
     np.testing.assert_array_equal(moved.tokens.embeddings, expected.tokens.embeddings)

@@ -48,7 +48,8 @@ def store(module_folder: Path) -> Iterator[ChunkStore]:
 def test_chunks_of_every_layout_and_dtype(store: ChunkStore, layout: str):
     words: dict[str, Any] = {"lead": "a lead", "content": "what it shows"}
     dtypes = DTYPES if layout == "gqa" else DTYPES[:1]
-    chunks = [chunk_of(f"{layout} {dtype}", dtype=dtype, layout=LAYOUTS[layout]) for dtype in dtypes]
+    own = None if layout == "gqa" else "what it shows"
+    chunks = [chunk_of(f"{layout} {dtype}", dtype=dtype, layout=LAYOUTS[layout], content=own) for dtype in dtypes]
     chunks += [chunk_of(np.str_("é \U0001f600"), 1, layout=LAYOUTS[layout], **words)]
     with locked_index(store.objects.root):
         acks = [store.put_async(chunk) for chunk in chunks]
@@ -223,7 +224,7 @@ def test_what_no_object_can_hold_is_refused(store: ChunkStore):
     chunk = chunk_of("refused", tokens=40)
     packed = kvp.encode_chunk(chunk, "k4v4")
     kv = {name: np.ones((3, 2, 9, 2, 16), np.float32) for name in "kv"}
-    batch = kvp.Chunk(kv, np.arange(9.0), 9, 9, "refused", LAYOUT, MODEL)
+    batch = kvp.Chunk(kv, np.arange(9.0), 9, 9, "refused", LAYOUT, MODEL, content="given")
     cases: list[tuple[kvp.Chunk, str | None, type[Exception]]] = [
         (packed, "k8v8", InputError),
         (dataclasses.replace(packed, encoding="k8v8g32"), None, InputError),
