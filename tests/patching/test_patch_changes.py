@@ -311,6 +311,8 @@ def test_operations_on_patches_keep_what_a_transition_has():
     assert {name: np.shape(deep.factors[name][0])[0] for name in deep.factors} == dict.fromkeys(LAYOUT.names, 1)
     for name in PARTS:
         assert (correction_of(deep)[name] == correction_of(patch)[name][2:]).all()
+        rounded = correction_of(kvp.quantise(patch, "int8"))[name]
+        assert 0 < np.abs(rounded - correction_of(patch)[name]).max() < 0.05
 
     # Behind another antecedent: a correction, folded in, is the patch formed there.
     small = {n: target[n] + 0.1 * other[n] for n in LAYOUT.names}
