@@ -107,7 +107,8 @@ class Naive:
     """What a window's KV must be."""
 
     def __init__(self, backbone: ModelBackbone):
-        self.backbone = backbone
+        # All prefills are of 128 tokens, behind as many or none.
+        self.backbone = backbone.with_buckets(Buckets(smallest=128, steps=1, least=128))
         self.parts: list[NaivePart] = []
 
     def close(self) -> None:
