@@ -107,8 +107,9 @@ class Naive:
     """What a window's KV must be."""
 
     def __init__(self, backbone: ModelBackbone):
-        # All prefills are of 128 tokens, behind as many or none.
-        self.backbone = backbone.with_buckets(Buckets(smallest=128, steps=1, least=128))
+        # All prefills behind a context are of 128 tokens behind as many; those of a hybrid model are few.
+        self.backbone = backbone
+        self.behind = backbone if backbone.layout.parts else backbone.with_buckets(BUCKETS.of_keys)
         self.parts: list[NaivePart] = []
 
     def close(self) -> None:
@@ -129,7 +130,8 @@ class Naive:
         return rows | transition_behind(self.backbone.layout, self.parts[:count])
 
     def run(self, tokens: Tokens, start: int, count: int | None = None) -> Any:
-        return self.backbone.prefill(tokens.shift(start), self.context(count))
+        context = self.context(count)
+        return (self.backbone if context is None else self.behind).prefill(tokens.shift(start), context)
 
     def place(self, id: str, tokens: Tokens, index: int, kv: dict[str, Any] | None = None) -> None:
         """Puts a part at an index: with its KV, or prefilled behind those in front as they stand afterwards."""
