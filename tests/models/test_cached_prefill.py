@@ -55,7 +55,8 @@ def cached(backbone, out, tokens):
 def close_kv(kv, expected, name=""):
     assert set(kv) == set(expected)
     for channel, value in expected.items():
-        close(np.asarray(kv[channel], np.float32), value, f"{name} {channel}")
+        if value.size:  # else no layer that ran keeps it
+            close(np.asarray(kv[channel], np.float32), value, f"{name} {channel}")
 
 
 def bits(kv):
@@ -186,10 +187,10 @@ def test_chunks_behind_a_context_are_one_prefill(prefilled, family, masked):
     seen[..., np.arange(14), np.arange(14)] = True
     full = backbone.prefill(tokens, mask=seen if masked else None, logits="all")
     context = {name: np.asarray(value)[:, :, :cut] for name, value in cached(backbone, full, tokens).items()}
-    part, rows = (seen[:, :, cut:], some) if masked else (None, "all")
+    part, rows = (seen[:, :, cut:], "all") if masked else (None, some)
     chunks = backbone.prefill(tokens.take(cut, 14), context, part, logits=rows, chunk=4)
     logits = np.asarray(full.logits)[:, cut:]
-    close(chunks.logits, np.take_along_axis(logits, some[..., None], 1) if masked else logits, "logits")
+    close(chunks.logits, logits if masked else np.take_along_axis(logits, some[..., None], 1), "logits")
     close_kv(chunks.kv, {name: np.asarray(value)[:, :, cut:] for name, value in full.kv.items()}, "chunks")
 
 
