@@ -175,23 +175,24 @@ def test_steps_over_a_cache_are_the_prefill(prefilled, family):
     close_kv(cache, engine, "cache")
 
 
-@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", marked(("qwen3_window", "deepseek_v3", "llama3_1", "qwen2_window"), "qwen3_window"))
-def test_chunks_behind_a_context_are_one_prefill(prefilled, family, masked):
+def test_chunks_behind_a_context_are_one_prefill(prefilled, family):
     """For several rows, under a mask too; the last chunk begins inside the one before."""
     backbone, prompt, _, _ = prefilled(family)
     tokens = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), prompt.on_host())
     tokens.embeddings[1] = tokens.embeddings[1, ::-1]
     cut, some = 5, np.array([[8, 0, 3, 3], [1, 2, 0, 8]])
-    seen = np.tri(14, dtype=bool) & (np.random.default_rng(0).random((2, 1, 14, 14)) < 0.6)
+    causal = np.broadcast_to(np.tri(14, dtype=bool), (2, 1, 14, 14))
+    seen = causal & (np.random.default_rng(0).random((2, 1, 14, 14)) < 0.6)
     seen[..., np.arange(14), np.arange(14)] = True
-    full = backbone.prefill(tokens, mask=seen if masked else None, logits="all")
-    context = {name: np.asarray(value)[:, :, :cut] for name, value in cached(backbone, full, tokens).items()}
-    part, rows = (seen[:, :, cut:], "all") if masked else (None, some)
-    chunks = backbone.prefill(tokens.take(cut, 14), context, part, logits=rows, chunk=4)
-    logits = np.asarray(full.logits)[:, cut:]
-    close(chunks.logits, logits if masked else np.take_along_axis(logits, some[..., None], 1), "logits")
-    close_kv(chunks.kv, {name: np.asarray(value)[:, :, cut:] for name, value in full.kv.items()}, "chunks")
+    for mask, rows in ((causal, some), (seen, "all")):
+        full = backbone.prefill(tokens, mask=mask, logits="all")
+        context = {name: np.asarray(value)[:, :, :cut] for name, value in cached(backbone, full, tokens).items()}
+        part = None if mask is causal else mask[:, :, cut:]
+        chunks = backbone.prefill(tokens.take(cut, 14), context, part, logits=rows, chunk=4)
+        logits = np.asarray(full.logits)[:, cut:]
+        close(chunks.logits, logits if mask is seen else np.take_along_axis(logits, some[..., None], 1), "logits")
+        close_kv(chunks.kv, {name: np.asarray(value)[:, :, cut:] for name, value in full.kv.items()}, "chunks")
 
 
 DEFAULT = "qwen3_window"
