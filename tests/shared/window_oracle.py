@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -126,7 +127,8 @@ class Naive:
         ]
         if not turned:
             return None
-        rows = {name: jnp.concatenate([kv[name] for kv in turned], axis=2) for name in turned[0]}
+        # On the host, where no length compiles a program.
+        rows = {name: jax.device_put(np.concatenate([kv[name] for kv in turned], axis=2)) for name in turned[0]}
         return rows | transition_behind(self.backbone.layout, self.parts[:count])
 
     def run(self, tokens: Tokens, start: int, count: int | None = None) -> Any:
