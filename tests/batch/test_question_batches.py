@@ -49,14 +49,12 @@ def done(backbone, items, tmp_path_factory):
 
 def expected_ids(backbone: Any, item: BatchItem) -> list[int]:
     """The greedy answer to a complete prompt, prefilled in one forward."""
-    parts, start = [], 0
+    parts, start, total = [], 0, 0
     for content in (*item.front, item.question):
         tokens = backbone.embed(**backbone.prepare([content])).on_host()
         parts.append(tokens.shift(start))
-        start += span_of(tokens)
-    prompt = joined_tokens(parts)
-    lengths = np.array([prompt.embeddings.shape[1]])
-    ids = backbone.generate(prompt.pad(128), 3, lengths=lengths)[0].tolist()[: item.steps]
+        start, total = start + span_of(tokens), total + tokens.embeddings.shape[1]
+    ids = backbone.generate(joined_tokens(parts).pad(128), 3, lengths=np.array([total]))[0].tolist()[: item.steps]
     return ids[: next((place for place, id in enumerate(ids) if id in backbone.stop_tokens), len(ids))]
 
 

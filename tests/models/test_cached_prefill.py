@@ -217,10 +217,7 @@ def case(backbone):
 
 
 class PagingCase:
-    """Two sequences whose KV lies side by side, and in pages among NaN; their prefill as one prompt is the oracle.
-
-    Slots are at random, of a stretch that both have too; lanes are padded as TPUs have them.
-    """
+    """Two sequences whose KV is beside, and in padded pages among NaN, in part shared. A prefill is the oracle."""
 
     def __init__(self, backbone, page_size=8, *, padded=True, seed=0, shared=7):
         rng = np.random.default_rng(seed)

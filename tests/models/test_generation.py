@@ -30,22 +30,12 @@ pytestmark = pytest.mark.usefixtures("highest_precision")
 T, STEPS = 8, BLOCK + 9
 IDS = np.random.default_rng(3).integers(3, 290, (2, T))
 WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
-UNEQUAL = (
-    "llama2",
-    "deepseek_v3",
-    "qwen3_vl",
-    "gemma3_text",
-    "qwen3_5",
-    "qwen2_5_vl",
-    "llava_next",
-    "kimi_vl",
-    "gemma4",
-)
+UNEQUAL = ("llama2", "deepseek_v3", "qwen3_vl", "gemma3_text", "qwen3_5", "qwen2_5_vl", "llava_next", "kimi_vl")
+UNEQUAL += ("gemma4",)
 
 
 @pytest.fixture(scope="module")
 def backbone(tiny):
-    """In one bucket, so that answers of all prompts run the same programs."""
     return tiny("qwen3_window").with_buckets(BUCKETS.of_keys)
 
 
