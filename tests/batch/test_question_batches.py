@@ -10,29 +10,32 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
 from kvpatch_jax.errors import InputError, ReuseWarning, SessionError
+from kvpatch_jax.session import Sessions, batching
 from kvpatch_jax.store import ChunkStore
-from tests.shared.window_oracle import Watched, span_of, tiny
+from tests.shared.window_oracle import BUCKETS, Watched, span_of, tiny
 
 
 @pytest.fixture(scope="module")
 def backbone() -> Any:
-    return tiny("mrope")
+    """With tables of one size, so that answers of all lengths run the same programs."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(batching, "TABLES", BUCKETS.of_keys)
+        yield tiny("mrope")
 
 
 @pytest.fixture(scope="module")
 def items() -> list[BatchItem]:
     """Six questions over three fronts of three images, two of which share a prefix; and one over nothing."""
     draw = np.random.default_rng(3)
-    first, second, page = (draw.integers(0, 256, (40, 40, 3), np.uint8) for _ in range(3))
+    first, second, page = (draw.integers(0, 256, (28, 28, 3), np.uint8) for _ in range(3))
     fronts, questions = [[first, page], [second, first], [first, second, page]], [[5, 6 + n % 2] for n in range(6)]
-    items = [BatchItem(fronts[place % 3], question, f"q{place}", steps=2) for place, question in enumerate(questions)]
+    items = [BatchItem(fronts[place % 3], question, f"q{place}", steps=3) for place, question in enumerate(questions)]
     return [*items, BatchItem([], questions[0], steps=1)]
 
 
@@ -46,14 +49,12 @@ def done(backbone, items, tmp_path_factory):
 
 def expected_ids(backbone: Any, item: BatchItem) -> list[int]:
     """The greedy answer to a complete prompt, prefilled in one forward."""
-    parts, start = [], 0
+    parts, start, total = [], 0, 0
     for content in (*item.front, item.question):
-        tokens = backbone.embed(**backbone.prepare([content]))
+        tokens = backbone.embed(**backbone.prepare([content])).on_host()
         parts.append(tokens.shift(start))
-        start += span_of(tokens)
-    embeddings = jnp.concatenate([part.embeddings for part in parts], axis=1)
-    positions = np.concatenate([np.asarray(part.positions) for part in parts], axis=1)
-    ids = backbone.generate(Tokens(embeddings, positions), item.steps)[0].tolist()
+        start, total = start + span_of(tokens), total + tokens.embeddings.shape[1]
+    ids = backbone.generate(joined_tokens(parts).pad(128), 3, lengths=np.array([total]))[0].tolist()[: item.steps]
     return ids[: next((place for place, id in enumerate(ids) if id in backbone.stop_tokens), len(ids))]
 
 
@@ -74,7 +75,15 @@ def test_each_prefix_is_prefilled_once_and_answers_are_those_of_complete_prompts
 def test_answers_do_not_depend_on_the_shards_nor_on_the_first_size_of_the_pool(
     backbone, items, done, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["kvpatch_jax.batch.answer_batch"], "FIRST_PAGES", 1)
+    """Which is full: it grows to the size that other tests run."""
+
+    def crowded(*args: Any, **options: Any) -> Sessions:
+        sessions = Sessions(*args, **options)
+        sessions.runtime.executor.slots.allocate(128 * 16)
+        return sessions
+
+    for name, value in (("FIRST_PAGES", 128), ("Sessions", crowded)):
+        monkeypatch.setattr(sys.modules["kvpatch_jax.batch.answer_batch"], name, value)
     reports = []
     for index in range(3):
         reports.append(answer_batch(backbone, None, items, out=tmp_path / "a.jsonl", batch=2, shard=(index, 3)))
@@ -97,7 +106,7 @@ def test_approximate_answers_are_labelled_audited_and_ended_beyond_the_goal(back
     """A store that has chunks only alone serves them blind."""
     with ChunkStore(tmp_path / "store") as store:
         for number, front in enumerate(items[1].front):
-            answer_batch(backbone, store, [BatchItem([front], [5], steps=1)], out=tmp_path / f"{number}.jsonl")
+            answer_batch(backbone, store, [BatchItem([front], [5, 6], steps=1)], out=tmp_path / f"{number}.jsonl")
         repeated, answers = [items[1]] * 5, []
         for name, options in (("blind", {"kl": 9.0}), ("unaudited", {"audit": 0})):
             path = tmp_path / f"{name}.jsonl"

@@ -16,6 +16,7 @@ from kvpatch_jax.models import Buckets
 from tests.goldens.table import FAMILIES
 from tests.shared.compilations import compilations
 from tests.shared.tolerances import assert_close_to_largest
+from tests.shared.window_oracle import BUCKETS
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -54,7 +55,8 @@ def cached(backbone, out, tokens):
 def close_kv(kv, expected, name=""):
     assert set(kv) == set(expected)
     for channel, value in expected.items():
-        close(np.asarray(kv[channel], np.float32), value, f"{name} {channel}")
+        if value.size:  # else no layer that ran keeps it
+            close(np.asarray(kv[channel], np.float32), value, f"{name} {channel}")
 
 
 def bits(kv):
@@ -143,7 +145,7 @@ def test_resuming_at_a_layer_is_the_prefill(prefilled, family):
     last = min(source for layer, source in enumerate(sources) if source < layer or layer == layers - 1)
     tapped = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)), logits="all")
     close(tapped.logits, out.logits, "logits with taps")
-    for layer in {1, last}:
+    for layer in {1} if tokens.ahead is None else {1, last}:
         entering = tokens._replace(embeddings=tapped.hidden[layer])
         resumed = backbone.prefill(entering, start_layer=layer, logits="all")
         close(resumed.logits, out.logits, f"logits from {layer}")
@@ -215,9 +217,9 @@ def case(backbone):
 
 
 class PagingCase:
-    """Two sequences whose KV lies side by side, and in pages among NaN; their prefill as one prompt is the oracle."""
+    """Two sequences whose KV is beside, and in padded pages among NaN, in part shared. A prefill is the oracle."""
 
-    def __init__(self, backbone, page_size=8, *, padded=False, seed=0, shared=0):
+    def __init__(self, backbone, page_size=8, *, padded=True, seed=0, shared=7):
         rng = np.random.default_rng(seed)
         self.ids = rng.integers(3, 290, (2, 48))  # the last ones are no prompt: a length that others run too
         self.ids[:, :shared] = self.ids[0, :shared]
@@ -243,8 +245,8 @@ class PagingCase:
             pool[channel.name] = jax.device_put(flat.reshape(pool[channel.name].shape))
         return pool
 
-    def paged(self, **options):
-        return Paged.of(self.pool(), self.slots, **options)
+    def paged(self, *slots):
+        return Paged.of(self.pool(), slots or self.slots, BUCKETS.of_keys)
 
     def at(self, pool, slots):
         """What lies at slots [B,T]: {channel: [L,B,T,K,H]}."""
@@ -278,7 +280,7 @@ def test_a_prefill_behind_pages_is_one_prefill(backbone, case):
 
 def test_steps_write_into_the_pool_in_place(backbone, case):
     """Two calls of half of the tokens: the second reads what the first wrote, in pages it did not have."""
-    paged = case.paged(buckets=None)
+    paged = case.paged()
     before = {name: words(value).copy() for name, value in paged.pool.items()}
     first = backbone.decode(case.rest.take(0, 2), paged, case.free[:, :2], logits="all")
     assert all(value.is_deleted() for value in paged.pool.values())
@@ -290,23 +292,28 @@ def test_steps_write_into_the_pool_in_place(backbone, case):
         close_paged(written[name], case.engine[name][:, :, KEYS : KEYS + MORE])
         flat = words(value).reshape(value.shape[0], TOTAL, -1)
         assert (flat[:, others] == before[name].reshape(flat.shape)[:, others]).all()
+    for channel in case.layout.channels:
+        rows = kvp.pool.read_slots(second.cache.pool, case.free.ravel())[channel.name]
+        assert rows.shape[-1] == 128
+        assert not np.asarray(rows[..., channel.width :]).any()
     with pytest.raises(PoolError, match="donated"):
         backbone.prefill(case.rest, paged)
 
 
 def test_answers_behind_pages_are_those_of_one_prefill(backbone, case):
     paged, end = case.paged(), KEYS + MORE
-    answer = backbone.generate(case.rest, STEPS, paged, stop=())
+    served = backbone.with_buckets(BUCKETS.of_keys)
+    answer = served.generate(case.rest, STEPS, paged, stop=())
     whole = np.concatenate([case.ids[:, :end], answer, case.ids[:, end + STEPS :]], axis=1)
     greedy = np.argmax(backbone.prefill(backbone.embed(whole).on_host(), logits="all").logits, axis=-1)
     assert np.array_equal(answer, greedy[:, end - 1 : end - 1 + STEPS])
-    assert [piece.ids.tolist() for piece in backbone.stream(case.rest, STEPS, paged, stop=())] == answer.T.tolist()
+    assert [piece.ids.tolist() for piece in served.stream(case.rest, STEPS, paged, stop=())] == answer.T.tolist()
     assert not any(value.is_deleted() for value in paged.pool.values())
 
 
 def test_recomputing_in_pages_equals_a_contiguous_cache(backbone, case):
     """Some tokens of the context again, nested sets of them per layer; the others stay bit-equal."""
-    chosen = np.array([[2, 9, 20], [0, 11, 12]])
+    chosen = np.array([[8, 9, 20], [7, 11, 12]])
     tokens = backbone.embed(np.random.default_rng(5).integers(3, 290, (2, 3)))
     tokens = tokens._replace(positions=chosen.astype(np.int32))
     keep = np.ones((backbone.layout.layers, 2, 3), bool)
@@ -331,8 +338,7 @@ def test_other_tables_slots_and_contents_compile_nothing(tiny):
     )
     run(case, case.paged(), 0)
     other = PagingCase(backbone, seed=8)
-    # Fewer keys, and as many pages of the bucket.
-    shorter = Paged.of(other.pool(), [other.slots[0], other.slots[1, 7:]])
+    shorter = other.paged(other.slots[0], other.slots[1, 7:])
     assert shorter.table.shape == case.paged().table.shape
     with compilations() as compiled:
         run(other, shorter, 9)
@@ -348,18 +354,12 @@ def test_a_growing_window_falls_into_few_sizes():
     assert Paged.of(pool, np.arange(700), None).table.shape == (1, 44)
 
 
-@pytest.mark.parametrize(("page_size", "padded"), [pytest.param(1, False, marks=pytest.mark.nightly), (64, True)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("page_size", "padded"), [(1, False), (64, True)])
 def test_pages_of_every_size(backbone, page_size, padded):
-    """Slots at random, a stretch that both rows share, lanes padded as TPUs have them."""
-    case = PagingCase(backbone, page_size, padded=padded, seed=page_size, shared=7)
+    case = PagingCase(backbone, page_size, padded=padded, seed=page_size)
     close_paged(backbone.prefill(case.rest, case.paged(), logits="all").logits, case.logits)
-    step = backbone.decode(case.rest, case.paged(), case.free)
-    close_paged(step.logits, case.logits[:, -1:])
-    if padded:
-        for channel in case.layout.channels:
-            rows = kvp.pool.read_slots(step.cache.pool, case.free.ravel())[channel.name]
-            assert rows.shape[-1] == 128
-            assert not np.asarray(rows[..., channel.width :]).any()
+    close_paged(backbone.decode(case.rest, case.paged(), case.free).logits, case.logits[:, -1:])
 
 
 @pytest.mark.nightly
@@ -384,7 +384,7 @@ def test_in_buckets_and_in_chunks_and_under_masks(backbone, case):
 def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbone, case):
     """The lower layers, and from their residual the last one; what a call does not run keeps its KV."""
     top = backbone.layout.layers - 1
-    chosen = np.array([[2, 9, 20], [0, 11, 12]], np.int32)
+    chosen = np.array([[8, 9, 20], [7, 11, 12]], np.int32)
     tokens = backbone.embed(np.random.default_rng(5).integers(3, 290, (2, 3)))._replace(positions=chosen)
     slots = np.take_along_axis(case.slots, chosen, axis=1)
 
@@ -403,7 +403,7 @@ def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbon
 @pytest.mark.nightly
 def test_rows_without_a_context_begin_at_position_0(backbone, case):
     rest = case.rest._replace(positions=np.stack([np.arange(MORE), np.asarray(case.rest.positions)[1]]))
-    out = backbone.prefill(rest, Paged.of(case.pool(), [[], case.slots[1]]), logits="all")
+    out = backbone.prefill(rest, case.paged([], case.slots[1]), logits="all")
     alone = backbone.prefill(Tokens(rest.embeddings[:1], rest.positions[:1]), logits="all")
     close_paged(out.logits[0], alone.logits[0])
     close_paged(out.logits[1], case.logits[1])

@@ -18,6 +18,7 @@ from kvpatch_jax.models.inputs.sounds import log_mel, read_sound, resampled, whi
 from tests.goldens.load import GOLDENS, golden_arrays, golden_chat, golden_images, golden_prompt, write_chatting
 from tests.goldens.redraw import draw_frames, draw_waves, standard_values
 from tests.models.conftest import blank_features
+from tests.shared.window_oracle import backbone_of
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -141,32 +142,32 @@ def test_sounds_that_have_no_features_are_refused(tmp_path):
 
 def test_prompts_that_do_not_fit_are_refused(tiny):
     backbone = tiny("qwen3_omni")
-    inputs, joint = (golden_prompt(backbone, "qwen3_omni", case) for case in ("mixed", "video_with_audio"))
-    prompt, late = inputs.pop("input_ids"), joint.pop("input_ids").copy()
-    mel = inputs["input_features"]
-    silent = {"input_features": mel[:1], "feature_attention_mask": np.zeros((1, 121), np.int32)}
+    cases = ("audio", "mixed", "video_with_audio")
+    sound, inputs, joint = (golden_prompt(backbone, "qwen3_omni", case) for case in cases)
+    heard, prompt, late = sound.pop("input_ids"), inputs.pop("input_ids"), joint.pop("input_ids").copy()
+    mel, silent = sound["input_features"], sound | {"feature_attention_mask": np.zeros((1, 37), np.int32)}
     timeless = {name: value for name, value in inputs.items() if name != "second_per_grid_ts"}
     # A sound behind the video's frames instead of among them.
     late[0, np.flatnonzero(late[0] == 305)[0]] = 302
     for ids, arrays, message in (
-        (np.delete(prompt, np.flatnonzero(prompt[0] == 305)[0], axis=1), inputs, "audio placeholders; expected"),
-        (prompt, inputs | {"input_features": mel[:, :8]}, "expected .sounds, 16, frames"),
+        (np.delete(heard, np.flatnonzero(heard[0] == 305)[0], axis=1), sound, "audio placeholders; expected"),
+        (heard, sound | {"input_features": mel[:, :8]}, "expected .sounds, 16, frames"),
         (prompt, timeless | {"features": blank_features(backbone, prompt)}, "second_per_grid_ts: got 0 values"),
-        (prompt[:, :2], silent, "expected enough for one token"),
+        (heard[:, :2], silent, "expected enough for one token"),
         (late, joint | {"features": blank_features(backbone, late)}, "placeholders"),
     ):
         with pytest.raises(InputError, match=message):
             backbone.embed(ids, **arrays)
 
 
-def test_starts_between_positions(tiny):
+def test_starts_between_positions():
     """The fraction goes to the local positions, the canonical stays as it is; what is no number is refused."""
-    chunk = kvp.make_chunk(tiny("qwen3_omni"), [[5, 6, 7]])
+    chunk = kvp.make_chunk(backbone_of("mrope"), [[5, 6, 7]])
     placed = kvp.Placed(chunk, start=2.75)
     assert np.asarray(placed.start).tolist() == [2, 2, 2]
-    assert np.asarray(placed.chunk.local)[:, 0].tolist() == [0.75, 1.75, 2.75]
+    assert np.asarray(placed.chunk.local)[:3, 0].tolist() == [0.75, 1.75, 2.75]
     assert placed.chunk.span == 3
-    assert np.asarray(chunk.local)[:, 0].tolist() == [0, 1, 2]
+    assert np.asarray(chunk.local)[:3, 0].tolist() == [0, 1, 2]
     with pytest.raises(InputError, match="start nan"):
         kvp.Placed(chunk, start=float("nan"))
 

@@ -47,7 +47,7 @@ def test_an_image_is_one_input_in_every_form(backbone, tmp_path: Path):
     path.write_bytes(encoded(PAGE))
     forms = [Image.fromarray(PAGE), path, path.read_bytes(), [path], image_part(encoded(PAGE))]
     forms += [user(image_part(encoded(PAGE))), {"type": "image", "path": str(path)}]
-    with kvp.Session(backbone, lead="w5") as session:
+    with kvp.Session(backbone, lead="w5 w6") as session:
         name = session.add(page)
         # What was read is no one's to change.
         page[:] = 0
@@ -64,7 +64,7 @@ def test_parts_of_messages_texts_and_frames_have_their_kinds(backbone, session):
     for item, modality, kind, tokens in (
         (message, "mixed", "chunk", 1 + 18 + 2),
         ([{"role": "system", "content": "w5"}, user({"type": "text", "text": "w6"})], "text", "text", 2),
-        (kvp.Text("w9"), "text", "text", 1),
+        (kvp.Text("w8 w9"), "text", "text", 2),
         ([7, 8, 9], "text", "text", 3),
         (np.array([7, 8]), "text", "text", 2),
         (frames, "images", "chunk", 36),
@@ -195,8 +195,9 @@ def test_a_forward_that_fails_in_the_middle_changes_nothing(backbone, failure, e
         expect_logits(session, Oracle(backbone, words(5, 4), "w30 w31", *map(image_of, range(3))).logits())
 
 
-def test_a_full_pool_refuses_and_one_without_a_size_grows(backbone):
-    with kvp.Session(backbone, pages=5) as small:
+def test_a_full_pool_refuses_and_one_without_a_size_grows(backbone, monkeypatch):
+    with kvp.Session(backbone, pages=256) as small:
+        small.runtime.executor.slots.allocate(251 * 16)
         small.add(image_of(0), id="lead")
         small.add(image_of(1), id="shot")
         before = state(small)
@@ -205,12 +206,13 @@ def test_a_full_pool_refuses_and_one_without_a_size_grows(backbone):
             with pytest.raises(PoolError, match=r"got 2 whole pages; .*more pages=, a window that keeps fewer"):
                 call(*inputs)
             assert state(small) == before
+    monkeypatch.setattr(sys.modules["kvpatch_jax.session.runtime"], "FIRST_PAGES", 128)
     with kvp.Session(backbone) as grown:
-        grown.runtime.executor.slots.allocate(253 * 16)
+        grown.runtime.executor.slots.allocate(125 * 16)
         for number in range(3):
             grown.add(image_of(number))
-        assert grown.stats().pages == 512
-        assert grown.ask(QUESTION, steps=1, audit=True).kl < 1e-8
+        assert grown.stats().pages == 256
+        assert grown.ask(QUESTION, steps=3, audit=True).kl < 1e-8
 
 
 def test_a_pool_that_was_lost_is_filled_again(backbone):
@@ -223,7 +225,7 @@ def test_a_pool_that_was_lost_is_filled_again(backbone):
         expected = Oracle(backbone, image_of(0), image_of(2)).logits()
         for window in (branch, session):
             # What had left is forgotten: it was in the pool alone.
-            assert window.ask(QUESTION, steps=1, audit=True).kl < 1e-8
+            assert window.ask(QUESTION, steps=3, audit=True).kl < 1e-8
             expect_logits(window, expected)
 
 
@@ -260,7 +262,7 @@ def test_an_interrupt_at_any_moment_leaves_the_window_before_or_after(backbone):
             with session.fork() as branch:
                 interrupted(lambda branch=branch: branch.replace("shot 2", "w30 w31"), moment)
                 np.testing.assert_array_equal(logits(branch), expected[branch.ids])
-                branch.add("w40")
+                branch.add("w40 w41")
             np.testing.assert_array_equal(session.runtime.executor.slots.counts, counts)
 
 

@@ -72,7 +72,7 @@ def test_a_prefill_that_is_gone_or_another_when_it_is_read_is_computed(backbone,
             made = session.window.piece(name).made
     with kvp.ChunkStore(tmp_path) as store:
         prefills = StoredPrefills(store, backbone.fingerprint, "float32")
-        forged = kvp.make_chunk(backbone, [image_of(7, 56)], id=name)
+        forged = kvp.make_chunk(backbone, [kvp.Text(QUESTION)], id=name)
         store.put(dataclasses.replace(forged, content=name, lead=prefills.lead(made)))
         answers, _, stats = visit(backbone, store, [0, 1])
         assert stats.forwards == 1
@@ -122,7 +122,7 @@ def test_a_stored_patch_serves_a_chunk_behind_the_very_antecedent(backbone, patc
         assert not patched.audit.as_promised
         # It would stand behind another antecedent, for which there is no patch.
         session.slide(0)
-        session.add("w9")
+        session.add("w9 w10")
         session.recall("shot")
         assert session.fidelity("shot") == "exact"
         assert session.stats().stale == 1
@@ -281,21 +281,22 @@ def test_a_bad_patch_is_warned_of_once_and_prefilled_from_then_on(backbone, ever
 def test_only_answers_that_are_read_to_their_end_are_audited_against_the_window_that_was_asked(backbone, every_patch):
     with patched_session(backbone, PatchesAlone(every_patch)) as session:
         session.ask(QUESTION, steps=5, stop=()).close()
-        begun = session.ask(QUESTION, steps=2, stop=())
+        begun = session.ask(QUESTION, steps=3, stop=())
         session.slide(0)
         assert session.window.as_promised
-        assert len(begun.ids) == 2
+        assert len(begun.ids) == 3
         audits = session.stats().audits
         assert (audits.answers, audits.skipped, audits.kl < 1e-6, audits.blind_kl > 1e-6) == (1, 0, True, True)
         # Exact windows cost nothing.
-        str(session.ask(QUESTION, steps=2, stop=()))
+        str(session.ask(QUESTION, steps=3, stop=()))
         assert session.stats().audits.answers == 1
         assert len(session.runtime.executor.branches) == 1
 
 
 def test_a_full_pool_skips_audits(backbone, every_patch):
     """There is room for the window and one answer, but not for the window again: nobody waits for it."""
-    with kvp.Sessions(backbone, PatchesAlone(every_patch), pages=5, rank=0, timeout=600) as sessions:
+    with kvp.Sessions(backbone, PatchesAlone(every_patch), pages=256, rank=0, timeout=600) as sessions:
+        sessions.runtime.executor.slots.allocate(251 * 16)
         session = sessions.open(keep=1, reuse="patched")
         session.add(image_of(0))
         session.add(image_of(1))

@@ -56,7 +56,7 @@ def test_a_restored_session_answers_alike(backbone, saved, tmp_path: Path):
     with kvp.Session.restore(tmp_path / "bare", backbone) as session:
         # It forgot what had left.
         assert {session.fidelity(name) for name in session.ids} == {"exact"}
-        assert session.ask(QUESTION, steps=2, audit=True).kl < 1e-8
+        assert session.ask(QUESTION, steps=3, audit=True).kl < 1e-8
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again", "bare", "branch"]
 
 
@@ -72,7 +72,7 @@ def test_a_save_that_fails_or_is_killed_leaves_the_file_that_was_there(
         raise error("no space")
 
     with kvp.Session.restore(path, backbone) as session:
-        session.add("w40")
+        session.add("w40 w41")
         monkeypatch.setattr(os, moment, fail)
         with pytest.raises(SessionError if error is OSError else error):
             session.save(path)

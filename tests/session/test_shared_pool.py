@@ -19,12 +19,13 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.answers import Sampling
 from kvpatch_jax.errors import InputError, NotFiniteError, PoolError, SessionError
+from kvpatch_jax.session import batching
 from kvpatch_jax.session.batching import BatchScheduler
 from kvpatch_jax.session.runtime import AnswerOptions, Runtime
 from kvpatch_jax.window import Entry, Window
 from tests.shared.compilations import compilations
 from tests.shared.session_cases import Oracle, expect_logits, image_of, worded, words
-from tests.shared.window_oracle import backbone_of, owners, tokens_of
+from tests.shared.window_oracle import BUCKETS, backbone_of, owners, tokens_of
 
 PAGES, PAGE = 104, 8
 LENGTHS = (5, 7, 8)
@@ -134,7 +135,10 @@ def expect_balanced(runtime: Runtime, *users: Any) -> None:
 
 @pytest.fixture(scope="module")
 def backbone():
-    return backbone_of("gqa")
+    """With tables of one size, so that answers of all lengths run the same programs."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(batching, "TABLES", BUCKETS.of_keys)
+        yield backbone_of("gqa")
 
 
 @pytest.fixture
@@ -150,6 +154,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.usefixtures("backbone")
 @pytest.mark.parametrize("layout", ["gqa", pytest.param("hybrid", marks=pytest.mark.nightly)])
 def test_tokens_are_the_same_alone_and_in_company(layout: str):
     """Greedy ones and drawn ones; as the executor's own `generate` makes them, over contiguous KV."""
@@ -218,11 +223,9 @@ def test_calls_run_in_order_and_answers_go_on_between_them(runtime, monkeypatch)
         return advance(*arguments)
 
     monkeypatch.setattr(runtime.backbone, "advance_answers", noting)
-    answer = agent.start(0, 400)
-    next(answer)
-    gates = threading.Thread(target=lambda: runtime.do(lambda: (gate.wait(), order.clear())))
-    gates.start()
-    threads = [gates]
+    answers = list[Any]()
+    threads = [threading.Thread(target=lambda: runtime.do(lambda: (answers.append(agent.start(0, 40)), gate.wait())))]
+    threads[0].start()
     for number in range(4):
         threads.append(threading.Thread(target=lambda number=number: runtime.do(lambda: order.append(number))))
         threads[-1].start()
@@ -230,7 +233,7 @@ def test_calls_run_in_order_and_answers_go_on_between_them(runtime, monkeypatch)
     gate.set()
     for thread in threads:
         thread.join()
-    answer.close()
+    answers[0].close()
     assert [step for step in order if step != "step"] == [0, 1, 2, 3]
     # Never two calls without a step in between, while there is something to decode.
     assert order[order.index(0) : order.index(3)] == [0, "step", 1, "step", 2, "step"]
@@ -311,9 +314,8 @@ def test_a_lost_pool_is_allocated_again_and_windows_are_brought_again(runtime, m
         jax.block_until_ready(advance(pool, rows, draws))  # which donates it
         raise RuntimeError("no memory left")
 
-    answers = [agent.start(0, 400) for agent in agents]
     monkeypatch.setattr(runtime.backbone, "advance_answers", failing)
-    causes = []
+    answers, causes = runtime.do(lambda: [agent.start(0, 8) for agent in agents]), []
     for answer in answers:
         with pytest.raises(PoolError, match="got its pool lost") as raised:
             ids_of(answer)
@@ -330,10 +332,12 @@ def test_a_lost_pool_is_allocated_again_and_windows_are_brought_again(runtime, m
     expect_balanced(runtime, first, other)
 
 
-def test_closing_ends_answers_and_waits(backbone):
+def test_closing_ends_answers_and_waits(backbone, monkeypatch):
+    advance = backbone.advance_answers
+    monkeypatch.setattr(backbone, "advance_answers", lambda *arguments: (time.sleep(0.05), advance(*arguments))[1])
     with shared_runtime(backbone) as runtime:
         first, other = agents_of(runtime, 2)
-        answer = first.start(0, 400)
+        answer = first.start(0, 100)
         next(answer)
         errors: list[BaseException] = []
 
@@ -368,11 +372,11 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
             answers.append(session.ask([5, 6], **options).ids)
         return answers
 
-    with kvp.Session(backbone, keep=2) as alone:
+    with kvp.Session(backbone, keep=2, runtime=Runtime(backbone, pages=PAGES, page_size=PAGE)) as alone:
         expected = answers_of(alone)
     with (
         kvp.ChunkStore(tmp_path / "store") as store,
-        kvp.Sessions(backbone, store, pages=PAGES, page_size=8, rank=0) as sessions,
+        kvp.Sessions(backbone, store, pages=PAGES, page_size=PAGE, rank=0) as sessions,
     ):
         first, _, third = opened = [sessions.open(keep=2) for _ in range(3)]
         assert on_threads([lambda session=session: answers_of(session) for session in opened]) == [expected] * 3
@@ -400,12 +404,12 @@ def test_sessions_may_have_the_same_texts_and_names_for_other_pieces():
     """A first text is split in one session and whole in the next; placeholders and chunks are called alike."""
     reading, text = worded(backbone_of("mrope")), words(5, 8)
     with kvp.Sessions(reading, pages=256) as sessions:
-        first = sessions.open(keep=1, placeholder="w30")
+        first = sessions.open(keep=1, placeholder="w30 w31")
         second = sessions.open(keep=1, placeholder="w31 w32", lead=text)
         for session in (first, second):
             session.add(text)
             for number in range(3):
                 session.add(image_of(number), id=f"shot {number}")
-        expect_logits(first, Oracle(reading, words(5, 4), words(9, 4), "w30", "w30", image_of(2)).logits())
+        expect_logits(first, Oracle(reading, words(5, 4), words(9, 4), *["w30 w31"] * 2, image_of(2)).logits())
         left = ["w31 w32"] * 2
         expect_logits(second, Oracle(reading, text, text, *left, image_of(2)).logits())

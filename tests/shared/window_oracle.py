@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -107,7 +108,9 @@ class Naive:
     """What a window's KV must be."""
 
     def __init__(self, backbone: ModelBackbone):
+        # All prefills behind a context are of 128 tokens behind as many; those of a hybrid model are few.
         self.backbone = backbone
+        self.behind = backbone if backbone.layout.parts else backbone.with_buckets(BUCKETS.of_keys)
         self.parts: list[NaivePart] = []
 
     def close(self) -> None:
@@ -124,11 +127,13 @@ class Naive:
         ]
         if not turned:
             return None
-        rows = {name: jnp.concatenate([kv[name] for kv in turned], axis=2) for name in turned[0]}
+        # On the host, where no length compiles a program.
+        rows = {name: jax.device_put(np.concatenate([kv[name] for kv in turned], axis=2)) for name in turned[0]}
         return rows | transition_behind(self.backbone.layout, self.parts[:count])
 
     def run(self, tokens: Tokens, start: int, count: int | None = None) -> Any:
-        return self.backbone.prefill(tokens.shift(start), self.context(count))
+        context = self.context(count)
+        return (self.backbone if context is None else self.behind).prefill(tokens.shift(start), context)
 
     def place(self, id: str, tokens: Tokens, index: int, kv: dict[str, Any] | None = None) -> None:
         """Puts a part at an index: with its KV, or prefilled behind those in front as they stand afterwards."""
