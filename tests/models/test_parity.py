@@ -96,7 +96,7 @@ def test_a_prefill_equals_transformers(golden, family, case):
     assert_close_to_largest(np.asarray(out.logits)[0][arrays["rows"]], arrays["logits"], "logits", bar=bar)
 
 
-@pytest.mark.parametrize(("family", "case"), cases(("qwen3_window",)))
+@pytest.mark.parametrize(("family", "case"), cases(("qwen3_window", "qwen3_vl")))
 def test_an_answer_equals_transformers(golden, family, case):
     """Which goes on behind the checkpoint's end token; in two rows, padded as others are, which run one program."""
     backbone, arrays, _, tokens = golden(family, case)
