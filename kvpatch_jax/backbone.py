@@ -30,7 +30,7 @@ from .core import (
 from .errors import InputError, LayoutError, ShapeError
 
 KV = Mapping[str, Array]
-Context = KV | Paged
+Context = Mapping[str, AnyArray] | Paged
 """KV that precedes tokens, in the engine frame: {channel: [L,B,S,K,H]}, or pages of a pool."""
 Logits = Literal["last", "all"] | Int[AnyArray, "B n"]
 """Tokens whose logits a forward returns: the last, all, or those with these indices in each row.
@@ -300,7 +300,7 @@ class Backbone(Protocol):
     def attention(
         self,
         tokens: Tokens,
-        context: KV,
+        context: Mapping[str, AnyArray],
         mask: Bool[AnyArray, "B 1 T S"] | None = None,
         *,
         layers: Sequence[int],

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
@@ -253,7 +253,7 @@ def _unlikeness(first: Member, second: Member) -> tuple[bool, ...]:
 
 _NO_ANTECEDENT = Antecedent()
 
-AntecedentLike = Sequence[str | Chunk | Member] | Antecedent
+AntecedentLike = Iterable[str | Chunk | Member] | Antecedent
 """An antecedent as public functions take it: names, chunks or members, in order."""
 
 

@@ -456,7 +456,7 @@ def factor_bits(dtype: Any) -> tuple[int, int | None] | None:
     return int(match.group(1)), GROUP if group is None else None if group == "all" else int(group)
 
 
-def quantised(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Array | PackedArray:
+def quantised(value: Float[AnyArray, "..."], dtype: jax.typing.DTypeLike, axis: int) -> AnyArray | PackedArray:
     """Converts a factor to its stored dtype: int8 or a float8 with scales, int2 to int7 in groups, others by rounding.
 
     8-bit dtypes get one float32 scale per slice along `axis`, an axis of length 1 in the scale. It maps the largest

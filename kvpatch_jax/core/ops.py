@@ -23,11 +23,11 @@ from pallas_kernels.factorise import merge as merge_factors
 
 from .buckets import Buckets
 from .few_bits import PackedArray, quantised, unpack
-from .layout import PARTS, KVLayout
+from .layout import PARTS, AnyArray, KVLayout
 from .rope import rope_tables
 from .rope import rotate as rotate
 
-Leaf = Array | PackedArray
+Leaf = AnyArray | PackedArray
 _POWERS = Buckets(64, 1)
 
 
@@ -100,7 +100,7 @@ def _zeros_behind(leaf: Array | np.ndarray, axis: int, size: int) -> Array:
     return jax.device_put(np.pad(np.asarray(leaf), widths) if widths[axis][1] else leaf)
 
 
-ChannelFactors = tuple[Leaf, Leaf] | Array | PackedArray | RaggedFactors
+ChannelFactors = tuple[Leaf, Leaf] | Leaf | RaggedFactors
 Factors = dict[str, ChannelFactors]
 
 
@@ -119,7 +119,7 @@ class FormPlan:
     dtype: str = "float32"
 
 
-def value_of(leaf: Leaf) -> Num[Array, "..."]:
+def value_of(leaf: Leaf) -> Num[AnyArray, "..."]:
     """Returns the values of a factor, decoded."""
     return unpack(leaf, jnp.float32) if isinstance(leaf, PackedArray) else leaf
 
@@ -220,7 +220,7 @@ def form(
     return factorise_deficit(deficit(conditioned, base, length), key, length, plan=plan)
 
 
-def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
+def _spread(value: AnyArray, layers: tuple[int, ...] | None, total: int) -> AnyArray:
     """Scatters the rows of the kept layers into zeros for all `total` layers."""
     # Kernels run over all layers in one launch; zeros correct nothing.
     if layers is None or len(layers) == total:

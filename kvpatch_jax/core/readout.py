@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..errors import ShapeError
+from .layout import AnyArray
 
-Readout = tuple[Float[Array, "..."], Float[Array, "..."]]
+Readout = tuple[Float[AnyArray, "..."], Float[AnyArray, "..."]]
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -33,10 +34,10 @@ def check_mask(mask: Any, what: str, meaning: str = READABLE) -> None:
 
 
 def attention_with_lse(
-    q: Float[Array, "*batch T N H"],
-    k: Float[Array, "*batch S K H"],
-    v: Float[Array, "*batch S K E"],
-    mask: Bool[Array, "..."] | None = None,
+    q: Float[AnyArray, "*batch T N H"],
+    k: Float[AnyArray, "*batch S K H"],
+    v: Float[AnyArray, "*batch S K E"],
+    mask: Bool[AnyArray, "..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "*batch T N E"], Float[Array, "*batch T N"]]:
     """Computes attention of queries over one segment, with the logarithm of the softmax mass.

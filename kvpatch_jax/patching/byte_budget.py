@@ -92,7 +92,7 @@ def budget_of(chunk: Chunk, size: str) -> ByteBudget:
     return ByteBudget.share(chunk, number, least=LEAST_DIRECTIONS) if is_share else ByteBudget(int(number))
 
 
-def parse_size(size: str, what: str) -> tuple[float, bool]:
+def parse_size(size: str, what: str) -> tuple[int | float, bool]:
     """Reads a size given as text: bytes, or a share and True.
 
     Raises:

@@ -23,6 +23,7 @@ from ..cache import (
     trusted_patch,
 )
 from ..core import (
+    AnyArray,
     ChannelFactors,
     Factors,
     Leaf,
@@ -200,7 +201,7 @@ def _merge(own: ChannelFactors, other: ChannelFactors, rank: int | None, name: s
     first, second = (_decoded(factors) for factors in (own, other))
     if isinstance(first, tuple) and isinstance(second, tuple):
         (u1, v1), (u2, v2) = first, second
-        rank = u1.shape[-1] if rank is None else rank
+        rank = int(u1.shape[-1]) if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:
             raise InputError(f"update: got rank {rank} for channel {name!r}; expected 1 to {limit}")
@@ -219,7 +220,7 @@ def _merge(own: ChannelFactors, other: ChannelFactors, rank: int | None, name: s
     return total
 
 
-def _decoded(factors: ChannelFactors) -> tuple[Array, Array] | Array:
+def _decoded(factors: ChannelFactors) -> tuple[AnyArray, AnyArray] | AnyArray:
     """Returns factors as arrays: (u, v) with as many directions in every layer, or dense."""
     if isinstance(factors, RaggedFactors):
         return factors.by_layer()

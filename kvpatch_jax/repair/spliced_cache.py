@@ -76,7 +76,7 @@ class SplicedCache:
     seen: Bool[AnyArray, "B S"] | None = None
     length: Int[AnyArray, " B"] | None = None
     recorded: KV | None = None
-    hidden: Mapping[int, Array] | None = None
+    hidden: Mapping[int, AnyArray] | None = None
     others: tuple[OtherAntecedent, ...] = ()
     canonical: KV | None = None
     before: KV | None = None

@@ -10,7 +10,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import (
-    KV,
     Context,
     LayerAttention,
     Logits,
@@ -19,7 +18,7 @@ from kvpatch_jax.backbone import (
     check_cached,
     check_tokens,
 )
-from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of, check_mask, split_transition
+from kvpatch_jax.core import DEFAULT, AnyArray, EngineKV, Paged, arrays_of, check_mask, split_transition
 from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
@@ -95,7 +94,7 @@ class Writing(LoadedModel):
     def attention(
         self,
         tokens: Tokens,
-        context: KV,
+        context: Mapping[str, AnyArray],
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         *,
         layers: Sequence[int],

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvpatch_jax.backbone import KV, Output, Tokens
-from kvpatch_jax.core import PARTS, Buckets, token_rows, zero_padded
+from kvpatch_jax.backbone import Output, Tokens
+from kvpatch_jax.core import PARTS, AnyArray, Buckets, token_rows, zero_padded
 
 from ..attention import Mask
 from .masks import causal_mask, without_padding
@@ -105,7 +105,7 @@ def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     return Tokens(_room(tokens.embeddings, 1, extra), numbers(tokens.positions), room(tokens.deepstack), ahead)
 
 
-def pad_context(buckets: Buckets, context: KV | None) -> KV | None:
+def pad_context(buckets: Buckets, context: Mapping[str, AnyArray] | None) -> dict[str, Any] | None:
     """Returns an engine-frame context [L,B,S',K,H]."""
     if context is None:
         return None
@@ -151,7 +151,7 @@ def cut_output(output: Output, length: int, every: bool) -> Output:
     return Output(logits, kv, {layer: x[:, :length] for layer, x in output.hidden.items()})
 
 
-def _room(x: Array, axis: int, extra: int, fill: int = 0) -> Array:
+def _room(x: Any, axis: int, extra: int, fill: int = 0) -> Any:
     """Returns `x` with room for `extra` more along an axis."""
     if not extra:
         return x

@@ -133,7 +133,7 @@ def test_rows_of_questions_read_what_packed_questions_do(shipped_instance):
         np.testing.assert_array_equal(conditioned[channel][:, :, batch.prefix.page], value[:, :, batch.prefix.page])
     packed, asked = batch.read(batch.reference), batch.asked()
     rows = {channel: np.repeat(np.asarray(value), 4, axis=1) for channel, value in batch.reference.items()}
-    single = batch.read_asked(parse("blind").repair(backbone, asked.replace(cache=rows)))
+    single = batch.read_asked(parse("blind").repair(backbone, asked.replace(cache=jax.device_put(rows))))
     np.testing.assert_allclose(single.log_probabilities, packed.log_probabilities, atol=1e-4)
     assert asked.question is not None
     assert asked.question.embeddings.shape[:2] == (8, 2)

@@ -254,10 +254,10 @@ def test_the_tokens_of_a_draw_are_those_of_sorting(logits, top_p, top_k, tempera
 
 def test_draws_have_the_shares_of_the_distribution():
     """Of one answer, and of a row among others that draw otherwise."""
-    logits: Any = np.array([1.0, 0.2, -1.0, 2.0, -np.inf, 0.2], np.float32)
-    pair: Any = np.stack([logits, logits])
+    logits = np.array([1.0, 0.2, -1.0, 2.0, -np.inf, 0.2], np.float32)
+    alone, pair = jax.device_put((logits[None], np.stack([logits, logits])))
     count = 20_000
-    many = jax.jit(jax.vmap(lambda draw, index: choose(logits[None], draw, index)[0], (None, 0)))
+    many = jax.jit(jax.vmap(lambda draw, index: choose(alone, draw, index)[0], (None, 0)))
     beside = jax.jit(jax.vmap(lambda draws, index: choose_rows(pair, draws, index)[1], (None, 0)))
     for sampling in (Sampling(1.0), Sampling(0.5), Sampling(2.0, 0.8), Sampling(1.0, 1.0, 3)):
         expected, draw = shares(logits, sampling), draw_of(sampling, 7, ())

@@ -411,4 +411,4 @@ def test_a_retriever_returns_the_nearest_first():
     assert ids == [expected[0], "twin of 7", *expected[1:9]]
     assert np.allclose(scores[2:], np.sort(cosines)[::-1][1:9], atol=1e-6)
     assert len(retriever) == 200
-    assert np.allclose(pooled(np.array([[3, 0], [0, 4], [9, 9]]), 2), [0.6, 0.8])
+    assert np.allclose(pooled(np.array([[3.0, 0], [0, 4], [9, 9]]), 2), [0.6, 0.8])
