@@ -137,13 +137,8 @@ STRUCTURES = {
         allowed=rng.random((1, 1, QUERIES, KEYS)) < 0.8,
     ),
 }
-DEFAULT = {
-    ("window", "mha", ""),
-    ("hidden", "gqa", ""),
-    ("packed", "gqa", "small"),
-    ("everything", "gqa", ""),
-    ("ahead", "latent", "large"),
-}
+DEFAULT = {("window", "mha", ""), ("hidden", "gqa", ""), ("packed", "gqa", "small"), ("everything", "gqa", "")}
+DEFAULT |= {("ahead", "latent", "large")}
 
 BLOCK_SIZES = {"": BLOCKS, "small": AttentionBlocks(1, 5), "large": AttentionBlocks(64, 64)}
 
