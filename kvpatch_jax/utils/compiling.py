@@ -104,7 +104,7 @@ def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_end)
 
 
-def _begin(event: str, value: float, **about: object) -> None:
+def _begin(event: str, value: int | float, **about: object) -> None:
     del value
     if event != COMPILING:
         return
