@@ -151,7 +151,8 @@ def test_the_hopper_kernel_equals_a_loop_over_tokens(index, seed):
     stack = ExpertWeights(*halves)
     x, weights = placed(numbers(70, 64, seed=9), jnp.bfloat16), np.abs(numbers(70, CHOSEN, seed=seed))
     with targeting("gpu", plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")):
-        out = mix_experts(x, *map(jnp.asarray, (index, weights)), stack, jax.nn.silu, layer=1, implementation="hopper")
+        chosen = jnp.asarray(index), jnp.asarray(weights)
+        out = mix_experts(x, *chosen, stack, jax.nn.silu, layer=1, implementation="hopper")
     layer: Any = [np.asarray(part[1], np.float32) for part in stack]
     expected = looped(np.asarray(x, np.float32), index, weights, layer)
     assert out.dtype == jnp.float32
