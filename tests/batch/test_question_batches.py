@@ -16,16 +16,15 @@ import pytest
 from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
 from kvpatch_jax.errors import InputError, ReuseWarning, SessionError
-from kvpatch_jax.session import Sessions, batching
+from kvpatch_jax.session import Sessions
 from kvpatch_jax.store import ChunkStore
-from tests.shared.window_oracle import BUCKETS, Watched, span_of, tiny
+from tests.shared.session_cases import ONE_TABLE_SIZE
+from tests.shared.window_oracle import Watched, span_of, tiny
 
 
 @pytest.fixture(scope="module")
 def backbone() -> Any:
-    """With tables of one size, so that answers of all lengths run the same programs."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(batching, "TABLES", BUCKETS.of_keys)
+    with ONE_TABLE_SIZE:
         yield tiny("mrope")
 
 

@@ -147,18 +147,18 @@ def test_stretches_are_composed_as_matrices_are():
 def test_rows_of_a_batch_may_have_lengths_of_their_own():
     lengths, batch = (1, 2, 5), (3,)
     first, second = stretch(9, 0, batch), stretch(9, 1, batch)
-    found = COMPOSE(first, second, np.array(lengths))
+    joint = COMPOSE(first, second, np.array(lengths))
     for row, length in enumerate(lengths):
         pieces = [{name: value[:, row] for name, value in parts.items()} for parts in (first, second)]
-        close({name: np.asarray(value)[:, row] for name, value in found.items()}, composed(pieces, [9, length]), 1e-5)
+        close({name: np.asarray(value)[:, row] for name, value in joint.items()}, composed(pieces, [9, length]), 1e-5)
 
 
 def test_no_tokens_change_nothing():
     parts = stretch(5, 0, (2,))
     nothing = identity(LAYOUT, (2,))
     check_parts(LAYOUT, nothing, "nothing", (2,))
-    for found in (COMPOSE(nothing, parts, 5), COMPOSE(parts, nothing, 0)):
-        close(found, {name: value.astype(np.float64) for name, value in parts.items()}, 1e-6)
+    for joint in (COMPOSE(nothing, parts, 5), COMPOSE(parts, nothing, 0)):
+        close(joint, {name: value.astype(np.float64) for name, value in parts.items()}, 1e-6)
     assert identity(PLAIN) == {}
     assert identity(LAYOUT, tail_dtype=jnp.bfloat16)["tail"].dtype == jnp.bfloat16
 

@@ -57,7 +57,7 @@ def cached_of(arrays, layout, channel):
 
 
 def check_embedded(family, inputs, tokens, arrays):
-    """What is embedded, where, and as which vectors."""
+    """Compares what the processor makes of media, the positions and the embeddings."""
     # What the family's processors make of images and what is drawn.
     for name, value in inputs.items():
         if family == "phi3_v" and name == "pixel_values":  # the small whole images are rounded as torch's bicubic

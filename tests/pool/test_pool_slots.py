@@ -51,7 +51,8 @@ def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: b
     others = np.setdiff1d(np.arange(TOTAL), named)
     before, compiled = pool.read_slots(pool_of(layout, padded=padded), others), []
     joint, a_layer = patch_for(chunk=chunk), kvp.keep_layers(patch_for(chunk=chunk), (1,))
-    for patch, start in (*[(None, 11), (a_layer, 11)][: 2 * (not padded)], (joint, 11), (joint, 900)):
+    unpadded = () if padded else ((None, 11), (a_layer, 11))
+    for patch, start in (*unpadded, (joint, 11), (joint, 900)):
         there, vectors = kvp.Placed(chunk, patch, start, ("A",)), pool_of(layout, padded=padded)
         with compilations() as programs:
             written = pool.splice(vectors, slots, there)

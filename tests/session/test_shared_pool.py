@@ -19,13 +19,12 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.answers import Sampling
 from kvpatch_jax.errors import InputError, NotFiniteError, PoolError, SessionError
-from kvpatch_jax.session import batching
 from kvpatch_jax.session.batching import BatchScheduler
 from kvpatch_jax.session.runtime import AnswerOptions, Runtime
 from kvpatch_jax.window import Entry, Window
 from tests.shared.compilations import compilations
-from tests.shared.session_cases import Oracle, expect_logits, image_of, worded, words
-from tests.shared.window_oracle import BUCKETS, backbone_of, owners, tokens_of
+from tests.shared.session_cases import ONE_TABLE_SIZE, Oracle, expect_logits, image_of, worded, words
+from tests.shared.window_oracle import backbone_of, owners, tokens_of
 
 PAGES, PAGE = 104, 8
 LENGTHS = (5, 7, 8)
@@ -135,9 +134,7 @@ def expect_balanced(runtime: Runtime, *users: Any) -> None:
 
 @pytest.fixture(scope="module")
 def backbone():
-    """With tables of one size, so that answers of all lengths run the same programs."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(batching, "TABLES", BUCKETS.of_keys)
+    with ONE_TABLE_SIZE:
         yield backbone_of("gqa")
 
 

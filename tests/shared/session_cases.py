@@ -1,18 +1,21 @@
 """What tests of sessions share: a tiny backbone that reads words and images, images of one size, and an oracle."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kvpatch_jax as kvp
-from kvpatch_jax.session import embedded
-from tests.shared.window_oracle import Naive, tiny
+from kvpatch_jax.session import batching, embedded
+from tests.shared.window_oracle import BUCKETS, Naive, tiny
 
 WORDS = 60
 QUESTION = "w7 w11 w20"
 IMAGE_TOKENS = 18
 """Of `image_of` with its default height, beginning and end included."""
+ONE_TABLE_SIZE = mock.patch.object(batching, "TABLES", BUCKETS.of_keys)
+"""Within it, answers of all lengths have tables of one size, and so run the same programs."""
 
 
 def worded(backbone: Any) -> Any:
