@@ -36,10 +36,12 @@ DELETION_SECONDS = 86400.0
 BUSY_SECONDS = 10.0
 LOW, MAX_VICTIMS = 0.97, 64
 """A write that evicts goes on down to this share of the budget, but not beyond this number of objects."""
-AGE_SECONDS = 60
-"""Objects used within the same such interval are of one age; patches then leave before canonicals."""
 RANKS = {"patch": 0, "chunk": 1, "encoder": 1, "entry": 2}
-"""Order of eviction among objects of one age; entries of libraries (2) are never evicted."""
+"""How many minutes longer objects of a kind stay; entries of libraries (2) are never evicted.
+
+So a patch leaves before the canonical and the basis that it needs, which were used with it.
+"""
+EVICTION_ORDER = "CAST(used / 60 AS INTEGER) + rank, rank, used"
 NETWORK = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "ocfs2"),
     *("fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.juicefs"),
@@ -56,7 +58,7 @@ CREATE TABLE IF NOT EXISTS objects(
   file TEXT NOT NULL, size INTEGER NOT NULL, seq INTEGER NOT NULL, expires REAL, used REAL NOT NULL,
   UNIQUE(tenant, name));
 CREATE INDEX IF NOT EXISTS by_tenant_use
-  ON objects(tenant, CAST(used / {AGE_SECONDS} AS INTEGER), rank, used) WHERE rank < 2;
+  ON objects(tenant, {EVICTION_ORDER}) WHERE rank < 2;
 CREATE INDEX IF NOT EXISTS entries ON objects(tenant, name) WHERE rank = 2;
 CREATE INDEX IF NOT EXISTS by_file ON objects(file);
 CREATE INDEX IF NOT EXISTS by_expiry ON objects(expires) WHERE expires IS NOT NULL;
@@ -612,10 +614,9 @@ def _oldest(db: sqlite3.Connection, tenant: str, held: dict[str, int], floor: in
     """
     if held[tenant] <= floor:
         return
-    order = f"CAST(used / {AGE_SECONDS} AS INTEGER), rank, used"
     waiting = "EXISTS (SELECT 1 FROM outbox o WHERE o.tenant = objects.tenant AND o.name = objects.name)"
-    query = f"""SELECT {order}, id, tenant, file, size FROM objects
-      WHERE tenant = ? AND rank < 2 AND NOT {waiting} ORDER BY {order}"""
+    query = f"""SELECT {EVICTION_ORDER}, id, tenant, file, size FROM objects
+      WHERE tenant = ? AND rank < 2 AND NOT {waiting} ORDER BY {EVICTION_ORDER}"""
     for row in db.execute(query, (tenant,)):
         if held[tenant] <= floor:
             return

@@ -133,7 +133,7 @@ def test_what_makes_no_base_and_no_basis_is_refused(basis, unchecked: None):
 
 
 def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
-    """Used within one minute; the basis was put first."""
+    """Though the basis was put first."""
     with ChunkStore(tmp_path, memory=0) as store:
         store.put_basis(basis)
         store.put_patches([form_in_basis(CHUNK, behind(seed), basis, [f"A{seed}"], 4) for seed in range(3)])
