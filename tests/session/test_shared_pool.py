@@ -223,10 +223,11 @@ def test_calls_run_in_order_and_answers_go_on_between_them(runtime, monkeypatch)
     answers = list[Any]()
     threads = [threading.Thread(target=lambda: runtime.do(lambda: (answers.append(agent.start(0, 40)), gate.wait())))]
     threads[0].start()
+    wait_until(lambda: len(answers) == 1)
     for number in range(4):
         threads.append(threading.Thread(target=lambda number=number: runtime.do(lambda: order.append(number))))
         threads[-1].start()
-        time.sleep(0.05)
+        wait_until(lambda number=number: runtime.scheduler._inbox.qsize() == number + 1)
     gate.set()
     for thread in threads:
         thread.join()

@@ -3,8 +3,10 @@
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,3 +37,11 @@ def store(folder: Path):
 def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder that the tests of a file share."""
     yield from folder_in_memory(tmp_path_factory.mktemp("module"))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time of day, which stands still until a test moves `now`."""
+    clock = SimpleNamespace(now=time.time() // 60 * 60 + 5.0)
+    monkeypatch.setattr(time, "time", lambda: clock.now)
+    return clock

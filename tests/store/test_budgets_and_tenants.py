@@ -3,7 +3,6 @@
 import concurrent.futures
 import itertools
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +52,8 @@ def size(module_folder: Path) -> int:
         return store.usage().bytes
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = time.time() // 60 * 60 + 5.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "time", lambda: clock.now)
-    return clock
-
-
 @pytest.mark.parametrize("word", ["root_budget", "share"])
-def test_a_budget_is_used_to_its_last_byte_and_never_exceeded(folder: Path, size: int, clock: Clock, word: str):
+def test_a_budget_is_used_to_its_last_byte_and_never_exceeded(folder: Path, size: int, clock, word: str):
     limits: Any = {word: 10 * size}
     with ChunkStore(folder / "root", memory=0, **limits) as store:
         for number in range(10):
@@ -105,7 +92,7 @@ def test_an_object_as_large_as_the_budget_has_room(folder: Path, size: int):
             assert numbers_of(store) == [number]
 
 
-def test_what_was_used_last_stays_and_patches_leave_within_a_minute(folder: Path, size: int, clock: Clock):
+def test_what_was_used_last_stays_and_patches_leave_within_a_minute(folder: Path, size: int, clock):
     patch = patch_for(chunk=chunk_of("page"), rank=8)
     with ChunkStore(folder / "root", memory=0) as store:
         store.put_patches([patch])
@@ -132,7 +119,7 @@ def test_what_was_used_last_stays_and_patches_leave_within_a_minute(folder: Path
         assert 0 in numbers_of(store)
 
 
-def test_what_has_expired_leaves_first(folder: Path, size: int, clock: Clock):
+def test_what_has_expired_leaves_first(folder: Path, size: int, clock):
     with ChunkStore(folder / "root", root_budget=5 * size, memory=0) as store:
         put(store, 0)
         clock.now += 120
@@ -146,7 +133,7 @@ def test_what_has_expired_leaves_first(folder: Path, size: int, clock: Clock):
         assert store.statistics().counts["evicted"] == 0
 
 
-def test_objects_expire_at_their_moment(folder: Path, clock: Clock):
+def test_objects_expire_at_their_moment(folder: Path, clock):
     with ChunkStore(folder / "root", ttl=100, memory="1 MB") as store:
         put(store, 1)
         put(store, 2, ttl=1000)

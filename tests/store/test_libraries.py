@@ -8,7 +8,6 @@ import concurrent.futures
 import io
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,14 +182,12 @@ def test_a_quota_is_used_to_its_last_byte_and_replacing_counts_once(store: Chunk
         assert sum(pool.map(put, range(16))) == len(library.entries()) == 10
 
 
-def test_entries_expire_and_give_their_room_back(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
+def test_entries_expire_and_give_their_room_back(store: ChunkStore, clock):
     library = StaticLibrary(store, quota=ENTRY_BYTES + 20_000, ttl=10.0)
     library.put("A", b"x" * 2000, chunk=chunk_of())
     assert library.get("FILE", "A") is not None
-    assert expires_of(store) == [now + 10] * 2
-    now += 10
+    assert expires_of(store) == [clock.now + 10] * 2
+    clock.now += 10
     assert library.get("FILE", "A") is None
     assert store.get("B", MODEL) is None
     assert library.entries() == []
@@ -198,11 +195,11 @@ def test_entries_expire_and_give_their_room_back(store: ChunkStore, monkeypatch:
     assert [str(entry.reference) for entry in library.entries()] == ["FILE#B"]
 
 
-def test_chunks_go_with_their_last_entry(store: ChunkStore, library: StaticLibrary):
+def test_chunks_go_with_their_last_entry(store: ChunkStore, library: StaticLibrary, clock):
     library.put("A", "one", chunk=chunk_of())
-    StaticLibrary(store, quota="1 MB", ttl=0.1).put("B", "two", chunk=chunk_of())  # the first keeps it
+    StaticLibrary(store, quota="1 MB", ttl=10).put("B", "two", chunk=chunk_of())  # the first keeps it
     DynamicLibrary(store).publish("C", "three", chunk=chunk_of())
-    time.sleep(0.15)
+    clock.now += 11
     library.delete("TEXT", "A")
     assert store.contains("B", MODEL)
     DynamicLibrary(store).withdraw("TEXT", "C")

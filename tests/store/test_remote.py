@@ -101,11 +101,11 @@ def test_no_amendment_of_two_machines_is_lost(connect, machine):
 
 
 @in_memory
-def test_damaged_expired_and_encrypted_objects(connect, machine):
+def test_damaged_expired_and_encrypted_objects(connect, machine, clock):
     """Of another machine's objects, those that are intact, alive and of the same key are read."""
     first, second = (machine(number, connect(), key=KEY) for number in (1, 2))
     first.put([(name_of(number), object_of(number)) for number in (1, 2)])
-    first.put([(name_of(3), object_of(3))], expires=time.time() + 0.3)
+    first.put([(name_of(3), object_of(3))], expires=clock.now + 30)
     first.flush()
     remote, path = connect(), f"{first.tenant}/{name_of(1)}"
     data, other = remote.get(path)[0], remote.get(f"{first.tenant}/{name_of(2)}")[0]
@@ -117,7 +117,7 @@ def test_damaged_expired_and_encrypted_objects(connect, machine):
         assert second.counters["remote_damaged"] == number
     assert second.get(name_of(2), value_of) == 2
     assert remote.with_prefix(f"{first.tenant}/{name_of(3)}")
-    time.sleep(0.3)
+    clock.now += 30
     assert second.get(name_of(3), value_of) is None
 
 
@@ -268,8 +268,9 @@ def test_urls_and_services_that_do_not_exist():
 
 
 @pytest.mark.parametrize("connect", ["index", *REMOTES], indirect=True)
-def test_a_lease_has_at_most_one_holder(connect, folder, monkeypatch):
+def test_a_lease_has_at_most_one_holder(connect, folder, clock, monkeypatch):
     """Of two machines, or of one root if there is no remote store."""
+    monkeypatch.setattr(time, "monotonic", time.time)
     monkeypatch.setattr("kvpatch_jax.store.remote.SKEW_SECONDS", 0.0)
     roots = [folder / "a", folder / ("a" if connect() is None else "b")]
     with contextlib.ExitStack() as stack:
@@ -284,11 +285,11 @@ def test_a_lease_has_at_most_one_holder(connect, folder, monkeypatch):
             assert second.lease("chunk", MODEL) is None
         assert not lease.held
         assert not lease.renew(60)
-        brief = second.lease("chunk", MODEL, 0.5)
+        brief = second.lease("chunk", MODEL, 30)
         assert brief.held
         assert first.lease("chunk", MODEL) is None
-        wait_for(lambda: not brief.held)
-        time.sleep(0.01)
+        clock.now += 30
+        assert not brief.held
         assert first.lease("chunk", MODEL).held  # it has ended
         assert not brief.renew(60)
         brief.release()  # of no effect
@@ -307,14 +308,12 @@ def test_a_lease_has_at_most_one_holder(connect, folder, monkeypatch):
 
 
 @in_memory
-def test_clocks_of_machines_may_differ_by_the_skew(connect, folder, monkeypatch):
+def test_clocks_of_machines_may_differ_by_the_skew(connect, folder, clock, monkeypatch):
     monkeypatch.setattr("kvpatch_jax.store.remote.SKEW_SECONDS", 5.0)
-    now, real = [0.0], time.time
-    monkeypatch.setattr(time, "time", lambda: real() + now[0])
     stores = [ChunkStore(folder / name, secret=SECRET, remote=connect(), memory=0) for name in "ab"]
     assert stores[0].lease("chunk", MODEL, 10)
-    for ahead, is_free in ((9.0, False), (14.0, False), (15.5, True)):
-        now[0] = ahead
+    for seconds, is_free in ((9.0, False), (5.9, False), (0.1, True)):
+        clock.now += seconds
         assert (stores[1].lease("chunk", MODEL, 10) is not None) == is_free
     for store in stores:
         store.close()
