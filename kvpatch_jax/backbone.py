@@ -23,8 +23,10 @@ from .core import (
     Paged,
     Start,
     check_paged,
+    cut,
     expect_frame,
     jitted_fold,
+    on_device,
     zero_padded,
 )
 from .errors import InputError, LayoutError, ShapeError
@@ -59,7 +61,7 @@ class Tokens(NamedTuple):
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Returns tokens start … stop-1."""
-        return jax.tree.map(lambda value: value[:, start:stop], self)
+        return jax.tree.map(lambda value: cut(value, 1, start, stop), self)
 
     def pad(self, size: int) -> "Tokens":
         """Pads every row with zeros to `size` tokens, on the host: on a device every length would compile a program."""
@@ -71,8 +73,8 @@ class Tokens(NamedTuple):
 
     def on_device(self) -> "Tokens":
         """Moves embeddings and features to the device; positions and `ahead` stay where they are."""
-        deepstack = None if self.deepstack is None else _on_device(self.deepstack)
-        return self._replace(embeddings=_on_device(self.embeddings), deepstack=deepstack)
+        deepstack = None if self.deepstack is None else on_device(self.deepstack)
+        return self._replace(embeddings=on_device(self.embeddings), deepstack=deepstack)
 
     def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
@@ -94,11 +96,6 @@ class Tokens(NamedTuple):
             raise InputError(f"shift: got {shown}; expected integers of shape (), {axes} or {(rows, *axes)}")
         offset = offset[:, None] if offset.shape == (rows, *axes) else offset
         return self._replace(positions=(self.positions + offset).astype(self.positions.dtype))
-
-
-def _on_device(value: Array | np.ndarray) -> Array:
-    """Copies an array of the host to the device; `jnp.asarray` would compile a program for every shape."""
-    return jax.device_put(value, may_alias=False) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
 def joined_tokens(parts: Sequence[Tokens], axis: int = 1) -> Tokens:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+
+from kvpatch_jax.core import on_device
 
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params
@@ -40,7 +41,7 @@ def random_backbone(raw: Mapping[str, Any], seed: int = 0) -> ModelBackbone:
             values = 2 * values - 3.5
         else:
             values = 0.5 * values
-        return jnp.asarray(values)
+        return on_device(values)
 
     values: dict[str, Any] = {}
     for path, leaf in sorted(flatten_params(parameters(abstract(config))).items()):

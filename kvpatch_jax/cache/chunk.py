@@ -30,7 +30,9 @@ from ..core import (
     end_position,
     expect_frame,
     extent,
+    host_view,
     is_packed,
+    on_device,
     resize,
     zero_padded,
 )
@@ -222,8 +224,8 @@ def pad(value: AnyArray | PackedArray, axis: int, more: int) -> Any:
     """Appends `more` zeros along an axis, on the host: on a device every length would compile a program."""
     if isinstance(value, PackedArray):
         size = value.columns if axis == -1 else value.planes[0].shape[axis]
-        return jax.tree.map(jnp.asarray, resize(value, axis, size + more, host=True) if more else value)
-    return jnp.asarray(zero_padded(value, axis, value.shape[axis] + more))
+        return jax.tree.map(on_device, resize(value, axis, size + more, host=True) if more else value)
+    return on_device(zero_padded(value, axis, value.shape[axis] + more))
 
 
 def _kept(value: Any) -> Any:
@@ -289,8 +291,11 @@ def check_finite(values: Mapping[str, Any] | list[tuple[str, AnyArray]], what: s
     named = list(values.items()) if isinstance(values, Mapping) else values
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(named)):
         return
-    arrays = [value if isinstance(value, AnyArray) else jnp.asarray(value) for _, value in named]
-    counts = jax.device_get(_not_finite(arrays))
+    arrays = [host_view(value if isinstance(value, AnyArray) else jnp.asarray(value)) for _, value in named]
+    if all(isinstance(array, np.ndarray) for array in arrays):
+        counts = [np.count_nonzero(~np.isfinite(array)) for array in arrays]
+    else:
+        counts = jax.device_get(_not_finite(arrays))
     for (name, _), count in zip(named, counts, strict=True):
         if count:
             raise NotFiniteError(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num, UInt32
 
-from ..core import PARTS, zero_padded
+from ..core import PARTS, host_view, zero_padded
 from ..errors import InputError
 from .inputs import Audio, Template, Video, check_text, decoded, is_encoded, one_form
 
@@ -183,6 +183,7 @@ def examine(arrays: Mapping[str, Num[jax.Array | np.ndarray, "..."]], length: in
     The checksum covers names, dtypes, shapes and bits. It excludes tokens from `length` on, and their number. The parts
     of a transition have rows in place of tokens, all of which count.
     """
+    arrays = {name: host_view(value) for name, value in arrays.items()}
     names = sorted(arrays)
     lengths = {name: arrays[name].shape[1] if name in PARTS else length for name in names}
     launched = {}

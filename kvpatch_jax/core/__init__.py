@@ -6,6 +6,9 @@ Pure functions on arrays and static descriptions of them. Nothing here depends o
 from . import deficit as deficit
 from .buckets import Buckets as Buckets
 from .buckets import bucket as bucket
+from .buckets import cut as cut
+from .buckets import host_view as host_view
+from .buckets import on_device as on_device
 from .buckets import zero_padded as zero_padded
 from .few_bits import BITS as BITS
 from .few_bits import GROUP as GROUP

@@ -1,8 +1,15 @@
-"""Buckets: the few sizes that lengths are padded to, so that all lengths of a bucket share one compiled program."""
+"""Buckets: the few sizes that lengths are padded to, so that all lengths of a bucket share one compiled program.
+
+What pads and cuts to other lengths works on the host where the array lies there, since it would compile for each.
+"""
 
 import dataclasses
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..errors import ConfigError
 from ..utils.kinds import is_whole
@@ -74,3 +81,27 @@ def zero_padded(value: AnyArray, axis: int, size: int) -> AnyArray:
     padded = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
     padded[(*(slice(None),) * axis, slice(host.shape[axis]))] = host
     return padded
+
+
+def host_view[Value](value: Value) -> Value | np.ndarray:
+    """Returns a jax array of one processor as NumPy's without a copy, and anything else as it is."""
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.is_fully_addressable:
+        return value
+    first, *others = value.devices()
+    return value if others or first.platform != "cpu" else np.asarray(value)
+
+
+def on_device(value: Any) -> jax.Array:
+    """Copies an array of the host to the default device; `jnp.asarray` would compile a program for every shape."""
+    if isinstance(value, np.ndarray):
+        return jax.device_put(value, may_alias=False)
+    # `jnp.asarray` takes 30 µs to return a jax array unchanged.
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def cut(value: Any, axis: int, start: int, stop: int) -> Any:
+    """Returns the elements start … stop-1 along an axis, of an array where it lies."""
+    index = (*(slice(None),) * axis, slice(start, stop))
+    host = host_view(value)
+    # One that was put on its device stays there.
+    return value[index] if host is value or value.committed else on_device(host[index])

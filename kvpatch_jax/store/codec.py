@@ -42,6 +42,7 @@ from ..core import (
     RaggedFactors,
     is_low_rank,
     is_packed,
+    on_device,
     plane_widths,
 )
 from ..errors import InputError, KVPatchError, ShapeError, StoreCorruptError
@@ -365,7 +366,7 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
 def patch_of(parts: PatchParts) -> Patch:
     """Makes a patch of its parts, the factors on the default device."""
     factors, metadata = parts
-    return trusted_patch(jax.tree.map(jnp.asarray, factors), metadata)
+    return trusted_patch(jax.tree.map(on_device, factors), metadata)
 
 
 def _factors_of(name: str, parts: dict[str, Any], metadata: PatchMetadata) -> Any:

@@ -18,7 +18,7 @@ from kvpatch_jax.backbone import (
     check_cached,
     check_tokens,
 )
-from kvpatch_jax.core import DEFAULT, AnyArray, EngineKV, Paged, arrays_of, check_mask, split_transition
+from kvpatch_jax.core import DEFAULT, AnyArray, EngineKV, Paged, arrays_of, check_mask, cut, split_transition
 from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
@@ -194,7 +194,7 @@ class Writing(LoadedModel):
             pool, transition = split_transition(step.cache)
             after = pages._replace(pool=pool, transition=transition)
         after = EngineKV(after) if isinstance(cache, EngineKV) else after
-        hidden = {layer: residual[:, :length] for layer, residual in step.hidden.items()}
+        hidden = {layer: cut(residual, 1, 0, length) for layer, residual in step.hidden.items()}
         return Step(step.logits if rows is not None else step.logits[:, :length], after, hidden)
 
 

@@ -1,7 +1,8 @@
 """Padding prompts and images to their buckets, so that another size in the same bucket compiles nothing anew.
 
 Padding is exact: padded patches belong to no segment, padded tokens are seen by nobody, and what comes back is cut to
-the true size. Padding and cutting are small programs of their own; the model's are compiled once per bucket.
+the true size. On a device padding and cutting are small programs of their own; the model's are compiled once per
+bucket.
 
 Axis letters: B batch, T tokens, S keys, P rows of pixels (patches or tiles); a prime marks the bucket's size.
 """
@@ -9,12 +10,13 @@ Axis letters: B batch, T tokens, S keys, P rows of pixels (patches or tiles); a 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import Output, Tokens
-from kvpatch_jax.core import PARTS, AnyArray, Buckets, token_rows, zero_padded
+from kvpatch_jax.core import PARTS, AnyArray, Buckets, cut, host_view, token_rows, zero_padded
 
 from ..attention import Mask
 from .masks import causal_mask, without_padding
@@ -92,17 +94,7 @@ def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
 def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     """Returns tokens [B,T',…]; padded ones have zero embeddings and position 0."""
     extra = buckets.round_up(tokens.embeddings.shape[1]) - tokens.embeddings.shape[1]
-
-    def room(x):
-        return None if x is None else _room(x, 1, extra)
-
-    def numbers(x: Array | np.ndarray) -> Array | np.ndarray:
-        if isinstance(x, np.ndarray):  # stays on the host, which saves a transfer of its own
-            return _grown(x, [len(x), x.shape[1] + extra, *x.shape[2:]], 0)
-        return _room(jnp.asarray(x), 1, extra)
-
-    ahead = None if tokens.ahead is None else numbers(tokens.ahead)
-    return Tokens(_room(tokens.embeddings, 1, extra), numbers(tokens.positions), room(tokens.deepstack), ahead)
+    return jax.tree.map(lambda x: _room(x, 1, extra), tokens)
 
 
 def pad_context(buckets: Buckets, context: Mapping[str, AnyArray] | None) -> dict[str, Any] | None:
@@ -114,32 +106,33 @@ def pad_context(buckets: Buckets, context: Mapping[str, AnyArray] | None) -> dic
     return {name: value if name in PARTS else _room(value, 2, extra) for name, value in context.items()}
 
 
-def pad_mask(buckets: Buckets, length: int, size: int, mask: Array | np.ndarray | None, window: int | None) -> Mask:
+def pad_mask(buckets: Buckets, length: int, size: int, mask: AnyArray | None, window: int | None) -> Mask:
     """Pads a mask to T' tokens over [S' keys of a context, T' tokens] from one [B,1,T,S+T], or the causal one for
     None.
     """
     padded, keys = buckets.round_up(length), buckets.round_up(size)
     if mask is None:
         return causal_mask(padded, keys, size, window)
-    mask = jnp.asarray(mask)
-    context = _room(mask[..., :size], 3, keys - size)
-    whole = _room(jnp.concatenate([context, _room(mask[..., size:], 3, padded - length)], axis=3), 2, padded - length)
+    mask = host_view(mask)
+    parts = _room(mask[..., :size], 3, keys - size), _room(mask[..., size:], 3, padded - length)
+    xp = np if isinstance(mask, np.ndarray) else jnp
+    whole = _room(xp.concatenate(parts, axis=3), 2, padded - length)
     made = Mask(offset=keys, allowed=whole)
     return made if window is None else without_padding(made, padded, keys, size)
 
 
-def pad_own_mask(buckets: Buckets, mask: Array | np.ndarray | None, length: int) -> Array | None:
+def pad_own_mask(buckets: Buckets, mask: AnyArray | None, length: int) -> AnyArray | None:
     """Returns a mask [B,1,T,S+T] over the keys of pages, which need no more padding, and T tokens: [B,1,T',S+T']."""
     extra = buckets.round_up(length) - length
-    return None if mask is None else _room(_room(jnp.asarray(mask), 2, extra), 3, extra)
+    return None if mask is None else _room(_room(mask, 2, extra), 3, extra)
 
 
-def pad_slots(buckets: Buckets, slots: Array | np.ndarray, keep: Any, mask: Any, size: int) -> tuple[Array, Any, Any]:
+def pad_slots(buckets: Buckets, slots: AnyArray, keep: Any, mask: Any, size: int) -> tuple[AnyArray, Any, Any]:
     """Returns slots [B,T'], keep [L,B,T'] and mask [B,1,T',S] of a recompute; padded tokens are written nowhere."""
     extra = buckets.round_up(slots.shape[1]) - slots.shape[1]
-    keep = None if keep is None else _room(jnp.asarray(keep), 2, extra)
-    mask = None if mask is None else _room(jnp.asarray(mask), 2, extra)
-    return _room(jnp.asarray(slots), 1, extra, size), keep, mask
+    keep = None if keep is None else _room(keep, 2, extra)
+    mask = None if mask is None else _room(mask, 2, extra)
+    return _room(slots, 1, extra, size), keep, mask
 
 
 def cut_output(output: Output, length: int, every: bool) -> Output:
@@ -147,12 +140,14 @@ def cut_output(output: Output, length: int, every: bool) -> Output:
     if token_rows(output.kv).shape[2] == length:
         return output
     logits = output.logits[:, :length] if every else output.logits
-    kv = {name: value if name in PARTS else value[:, :, :length] for name, value in output.kv.items()}
-    return Output(logits, kv, {layer: x[:, :length] for layer, x in output.hidden.items()})
+    kv = {name: value if name in PARTS else cut(value, 2, 0, length) for name, value in output.kv.items()}
+    return Output(logits, kv, {layer: cut(x, 1, 0, length) for layer, x in output.hidden.items()})
 
 
 def _room(x: Any, axis: int, extra: int, fill: int = 0) -> Any:
     """Returns `x` with room for `extra` more along an axis."""
     if not extra:
         return x
-    return jnp.pad(x, [(0, extra if number == axis else 0) for number in range(x.ndim)], constant_values=fill)
+    x = host_view(x)
+    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+    return pad(x, [(0, extra if number == axis else 0) for number in range(x.ndim)], constant_values=fill)
