@@ -30,8 +30,9 @@ def shipped_instance():
     """`shipped_instance(name)`: a trained model of the task, with its words."""
     from evals.trained import shipped
     from kvpatch_jax.models import load
+    from tests.shared.window_oracle import BUCKETS
 
-    return functools.cache(lambda name: load(shipped(name), dtype="float32"))
+    return functools.cache(lambda name: load(shipped(name), dtype="float32", buckets=BUCKETS))
 
 
 @pytest.fixture(scope="session")
