@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvpatch_jax.core import host_view
+
 from .checkpoints import flatten_params
 
 _PIECE = 16 << 20
@@ -32,13 +34,14 @@ def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> 
         for path, leaf in sorted(flatten_params(parameters).items()):
             digest.update(f"{'.'.join(path)}\0{leaf.dtype}\0{leaf.shape}\0".encode())
 
+            leaf = host_view(leaf)
             pieces: list[tuple[slice, ...]] = [()]
             if leaf.shape and leaf.size:
                 step = max(1, _PIECE * leaf.shape[0] // leaf.nbytes)
                 pieces = [(slice(start, min(start + step, len(leaf))),) for start in range(0, len(leaf), step)]
 
             # On a host all of the array is looked at in place; of a device's, each piece is fetched by itself.
-            in_place = leaf.nbytes < _SMALL or not isinstance(leaf, jax.Array) or _on_one_cpu(leaf)
+            in_place = leaf.nbytes < _SMALL or not isinstance(leaf, jax.Array)
 
             def hashed(piece: tuple[slice, ...], leaf: Any = leaf, in_place: bool = in_place) -> bytes:
                 values = np.asarray(leaf)[piece] if in_place else np.asarray(leaf[piece])
@@ -48,7 +51,3 @@ def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> 
                 digest.update(piece)
 
     return digest.hexdigest()
-
-
-def _on_one_cpu(leaf: jax.Array) -> bool:
-    return [device.platform for device in leaf.devices()] == ["cpu"]

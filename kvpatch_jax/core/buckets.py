@@ -84,7 +84,7 @@ def zero_padded(value: AnyArray, axis: int, size: int) -> AnyArray:
 
 
 def host_view[Value](value: Value) -> Value | np.ndarray:
-    """Returns a jax array of one processor as NumPy's without a copy, and anything else as it is."""
+    """Returns a jax array that lies in the host's memory as NumPy's, without a copy, and anything else as it is."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.is_fully_addressable:
         return value
     first, *others = value.devices()

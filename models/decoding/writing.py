@@ -195,7 +195,7 @@ class Writing(LoadedModel):
             after = pages._replace(pool=pool, transition=transition)
         after = EngineKV(after) if isinstance(cache, EngineKV) else after
         hidden = {layer: cut(residual, 1, 0, length) for layer, residual in step.hidden.items()}
-        return Step(step.logits if rows is not None else step.logits[:, :length], after, hidden)
+        return Step(step.logits if rows is not None else cut(step.logits, 1, 0, length), after, hidden)
 
 
 def in_pages(window: int | None, context: Paged) -> Paged:

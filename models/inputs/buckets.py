@@ -116,8 +116,7 @@ def pad_mask(buckets: Buckets, length: int, size: int, mask: AnyArray | None, wi
     mask = host_view(mask)
     parts = _room(mask[..., :size], 3, keys - size), _room(mask[..., size:], 3, padded - length)
     xp = np if isinstance(mask, np.ndarray) else jnp
-    whole = _room(xp.concatenate(parts, axis=3), 2, padded - length)
-    made = Mask(offset=keys, allowed=whole)
+    made = Mask(offset=keys, allowed=_room(xp.concatenate(parts, axis=3), 2, padded - length))
     return made if window is None else without_padding(made, padded, keys, size)
 
 
@@ -139,7 +138,7 @@ def cut_output(output: Output, length: int, every: bool) -> Output:
     """Returns an output's first `length` tokens; their logits too where it has those of every token."""
     if token_rows(output.kv).shape[2] == length:
         return output
-    logits = output.logits[:, :length] if every else output.logits
+    logits = cut(output.logits, 1, 0, length) if every else output.logits
     kv = {name: value if name in PARTS else cut(value, 2, 0, length) for name, value in output.kv.items()}
     return Output(logits, kv, {layer: cut(x, 1, 0, length) for layer, x in output.hidden.items()})
 

@@ -62,9 +62,9 @@ def test_histories_differ_from_the_truth_in_what_their_names_say():
         assert len(histories(count)) == len(set(histories(count).values()))
 
 
-def test_kv_behind_the_true_history_loses_nothing():
+def test_kv_behind_the_true_history_loses_nothing(shipped_instance):
     """Texts of few tokens: patches have all directions, and mend what another history lacks."""
-    backbone, rng = load(shipped(MAIN), dtype="float32"), np.random.default_rng(1)
+    backbone, rng = shipped_instance(MAIN).with_buckets(None), np.random.default_rng(1)
     lead, *pieces, page = (text_piece(backbone, rng.integers(6, 150, (COUNT, 6)), name) for name in "abcd")
     behind = rng.integers(6, 150, (COUNT, 7))
     tail = TextTail(behind[:, :-1], behind[:, 1:])
@@ -91,10 +91,11 @@ def test_orders_are_all_up_to_four_and_a_sample_beyond():
 @pytest.mark.nightly
 @pytest.mark.parametrize("operation", ["reorder", "slide", "recall"])
 @pytest.mark.parametrize("instance", ["plain/qwen3_5", MAIN])
-def test_patches_of_full_rank_give_re_prefill_back(instance: str, operation: str):
+def test_patches_of_full_rank_give_re_prefill_back(instance: str, operation: str, shipped_instance):
     """Tiny images have fewer tokens than a patch has directions: the context's own patch leaves no difference."""
     contexts = sample(np.random.default_rng(1), COUNT, SIZES["tiny"], drawing=instance.partition("/")[0])
-    images, settings = TaskPieces.of(load(shipped(instance), dtype="float32"), contexts, np.arange(COUNT)), 0
+    backbone = shipped_instance(instance).with_buckets(None)
+    images, settings = TaskPieces.of(backbone, contexts, np.arange(COUNT)), 0
     for measured in OPERATIONS[operation](images, np.random.default_rng(1)):
         settings, probe, valid = settings + 1, measured.probe, measured.questions.valid
         reference, answers = measured.answers[REFERENCE], measured.answers.items()
